@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ostinato.errors import ConfigError
@@ -92,6 +93,12 @@ def test_an_invalid_value_is_named_with_its_field(field: str, value: object, mes
 def test_stop_token_ids_are_a_list(value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"stop_token_ids must be a list, got {value!r}"):
         SamplingParams(stop_token_ids=value)
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
+def test_an_array_of_one_number_is_no_list(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} must be a list, got array\(4\)"):
+        SamplingParams(**{name: np.array(4)})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [[(1, 2.0)], "1:2", 3])

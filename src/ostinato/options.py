@@ -29,6 +29,22 @@ def option(default: Any, help: str, *, cli: type | None = None) -> Any:
     return field(default=default, metadata={"help": help, "cli": cli})
 
 
+def check_flags(options: Any) -> None:
+    """Raise unless options that are on or off are: any text, "false" too, would count as on."""
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if each.type == "bool | None" and value is None:
+            continue
+        if each.type in ("bool", "bool | None") and not isinstance(value, bool):
+            raise ConfigError(f"{each.name} must be True or False, got {shown(value)}")
+
+
+def check_seed(seed: object) -> None:
+    """Raise for what is no seed of a random generator."""
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be an integer in [0, 2**63), got {shown(seed)}")
+
+
 class Foreign(NamedTuple):
     """An option of another engine that does not exist here.
 

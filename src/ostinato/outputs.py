@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Logprob:
     """A token's log-probability (``logprob``), before penalties and temperature.
 
-    ``decoded_token``: its text; None for models without a tokenizer.
+    ``decoded_token``: its text, with the space it begins with; None for models without a tokenizer.
     """
 
     logprob: float

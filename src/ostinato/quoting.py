@@ -24,7 +24,8 @@ def said(error: BaseException | str) -> str:
         text = str(error)
     except Exception:  # a custom class with a broken __str__
         text = ""
-    return _one_line(text[: 2 * _LONGEST_SAID], _LONGEST_SAID) or type(error).__name__
+    text = _one_line(text[: 2 * _LONGEST_SAID], _LONGEST_SAID)
+    return text or ("" if isinstance(error, str) else type(error).__name__)
 
 
 def is_failure(error: BaseException) -> bool:

@@ -167,7 +167,10 @@ def _as_tuple(name: str, value: object, most: int) -> tuple[Any, ...]:
         return ()
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise ConfigError(f"{name} must be a list, got {shown(value)}")
-    items = tuple(islice(value, most + 1))  # an iterator may be infinite
+    try:
+        items = tuple(islice(value, most + 1))  # an iterator may be infinite
+    except TypeError:  # an array or a tensor of one number
+        raise ConfigError(f"{name} must be a list, got {shown(value)}") from None
     if len(items) > most:
         raise ConfigError(f"{name} may have at most {most} entries, got more")
     return items

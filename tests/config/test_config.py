@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ostinato import ConfigError, CUDAGraphMode, GraphConfig
 from ostinato.config import EngineConfig, parse_bytes
+from ostinato.config.checks import LARGEST
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -31,8 +32,17 @@ BAD_GRAPHS: list[tuple[dict[str, Any], str]] = [
     ({"compile": "nvcc"}, "compile must be True, False, 'inductor' or 'eager', got 'nvcc'"),
     ({"capture_sizes": "1,2"}, "capture sizes must be a list of positive integers, got '1,2'"),
     ({"capture_sizes": [4, 0]}, "capture size must be a positive integer, got 0"),
-    ({"num_warmups": -1}, "num_warmups must be 0 or more, got -1"),
-    ({"num_warmups": 1.0}, "num_warmups must be 0 or more, got 1.0"),
+    ({"num_warmups": -1}, "num_warmups must be from 0 to 1000, got -1"),
+    ({"num_warmups": 1.0}, "num_warmups must be from 0 to 1000, got 1.0"),
+    ({"num_warmups": 2**31}, "num_warmups must be from 0 to 1000, got 2147483648"),
+    ({"lazy_capture": "false"}, "lazy_capture must be True or False, got 'false'"),
+    ({"eager_fallback": None}, "eager_fallback must be True or False, got None"),
+    ({"compile": torch.ones(2)}, "compile must be True, False, 'inductor' or 'eager', got tensor("),
+    ({"compile": 0}, "compile must be True, False, 'inductor' or 'eager', got 0"),
+    *(
+        ({name: torch.tensor(3)}, "capture sizes must be a list of positive integers, got tensor(3")
+        for name in ("capture_sizes", "mixed_capture_sizes", "vision_capture_sizes")
+    ),
 ]
 
 
@@ -84,6 +94,17 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
         {"kv_cache_memory_bytes": "lots"},
         "not an amount of memory: 'lots'; write 1073741824, '1GiB' or '512M'",
     ),
+    *(
+        ({name: "no"}, f"{name} must be True or False, got 'no'")
+        for name in ("enforce_eager", "enable_lora", "enable_prefix_caching", "async_scheduling")
+    ),
+    *(
+        ({name: most + 1}, f"{name} must be at most {most:,}, got {most + 1}; lower it")
+        for name, most in LARGEST.items()
+    ),
+    ({"max_num_seqs": 2**70}, f"max_num_seqs must be at most 65,536, got {2**70}; lower it"),
+    ({"device": 1}, "unknown device 1; choose auto, cpu or cuda"),
+    ({"task": []}, "task must be one of auto, generate, embed, classify, got []"),
     ({"model": ""}, "model is empty; give a directory, a hub model, a shape or None"),
 ]
 
@@ -93,6 +114,18 @@ def test_bad_engine_settings(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         EngineConfig(**options)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("name", ["mode", "capture_sizes", "compile", "num_warmups"])
+def test_what_is_quoted_is_short(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        GraphConfig(**{name: "x" * 10_000})  # type: ignore[arg-type]
+    assert len(str(error.value)) < 300
+
+
+def test_a_torch_device_is_a_device() -> None:
+    config = EngineConfig(device=torch.device("cpu"), tensor_parallel_size=2)  # type: ignore[arg-type]
+    assert config.device == "cpu"
 
 
 def test_misspelt_settings_are_refused() -> None:

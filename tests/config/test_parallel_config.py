@@ -18,6 +18,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "ulysses_sequence_parallel_size must be a positive integer, got True",
     ),
     ({"rank_timeout_s": 0}, "rank_timeout_s must be a positive number, got 0"),
+    ({"rank_timeout_s": True}, "rank_timeout_s must be a positive number, got True"),
+    (
+        {"rank_timeout_s": float("inf")},
+        "rank_timeout_s must be at most 31,536,000 (a year), got inf",
+    ),
     (
         {"ulysses_sequence_parallel_size": 2, "shift_parallel_threshold": 0},
         "shift_parallel_threshold must be a positive integer, got 0",

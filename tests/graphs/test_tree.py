@@ -43,7 +43,27 @@ class WithScale:
         self.scale = scale
 
 
+@dataclass
+class Reserved:
+    """Gives out no ``ids`` when asked, as configs of transformers do with some of their fields."""
+
+    ids: torch.Tensor
+    extra: Any = None
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "ids":
+            raise RuntimeError("ask for the ids of a layer")
+        return super().__getattribute__(name)
+
+
 A, B, C = torch.tensor([1]), torch.tensor([2]), torch.tensor([3])
+
+
+def test_fields_that_are_not_given_out_are_visited() -> None:
+    value = Reserved(A, extra=B)
+    assert list(tensors_in(value)) == [A, B]
+    assert list(leaves_with_path(value, "config")) == [("config.ids", A), ("config.extra", B)]
+    assert list(tensors_in(map_tensors(lambda tensor: tensor + 1, value))) == [A + 1, B + 1]
 
 
 def test_path_is_the_expression_that_reaches_the_leaf() -> None:

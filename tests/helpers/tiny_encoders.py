@@ -65,6 +65,12 @@ def _qwen3() -> PretrainedConfig:
     return transformers.Qwen3Config(**_SIZES, **_TOKENS, num_key_value_heads=2, head_dim=16)
 
 
+def _gpt2() -> PretrainedConfig:
+    return transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=64, n_layer=3, n_head=4, n_positions=MAX_LEN, **_TOKENS
+    )
+
+
 def _mistral() -> PretrainedConfig:
     return transformers.MistralConfig(**_SIZES, **_TOKENS, num_key_value_heads=2, sliding_window=8)
 
@@ -77,6 +83,7 @@ ENCODERS: dict[str, Callable[[], PretrainedConfig]] = {
     "modernbert_mean": _modernbert_mean,
     "qwen3": _qwen3,
     "mistral": _mistral,
+    "gpt2": _gpt2,
 }
 
 

@@ -232,3 +232,67 @@ def test_the_language_model_of_gemma_3(order: str, tmp_path: Path) -> None:
             with torch.no_grad():
                 logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
             assert logits.argmax(dim=-1).tolist() == result.outputs[0].token_ids
+
+
+_GEMMA_4_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_PER_LAYER = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+_PLACEHOLDERS = {
+    f"{name}_token_id": VOCAB_SIZE + number  # in no prompt
+    for number, name in enumerate(("image", "video", "audio", "boi", "eoi", "boa", "eoa"))
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "audio"),
+    [
+        (_PER_LAYER, _TOWER),  # its encoder clamps by bounds, which are infinite until trained
+        ({**_PER_LAYER, "num_kv_shared_layers": 2}, None),
+        ({"hidden_size_per_layer_input": 0}, None),
+    ],
+    ids=["with-audio", "shared-keys", "one-table"],
+)
+def test_the_language_model_of_gemma_4(
+    text: dict[str, Any], audio: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """In a checkpoint with encoders, which are left out; new weights have the same names."""
+    config = transformers.Gemma4Config(
+        text_config={**_GEMMA_4_TEXT, **text},
+        vision_config={**_TOWER, "head_dim": 16, "patch_size": 4},
+        audio_config=audio,
+        **_PLACEHOLDERS,
+    )
+    first = save_tiny(config, tmp_path / "0", auto=transformers.AutoModelForImageTextToText)
+    other = save_tiny(config, tmp_path / "1", 1, auto=transformers.AutoModelForImageTextToText)
+    prompts = prompts_for("gemma3")
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with open_llm(first, torch.device("cpu"), "FULL_AND_PIECEWISE") as llm:
+        for path in (first, other, first):
+            llm.update_weights(path)
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(path)
+            for prompt, result in zip(prompts, llm.generate(prompts, params), strict=True):
+                ids = torch.tensor([prompt + result.outputs[0].token_ids])
+                with torch.no_grad():
+                    logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+                assert logits.argmax(dim=-1).tolist() == result.outputs[0].token_ids

@@ -19,6 +19,7 @@ from tiny_encoders import (
     save_encoder,
     save_modules,
 )
+from tiny_models import TINY_NATIVE, save_tiny
 
 from ostinato import (
     LLM,
@@ -87,6 +88,26 @@ def test_heads_are_left_out_and_pooling_follows_the_architecture(
     expected = F.normalize(pooled(states_of(model), pooling))
     with open_encoder(tmp_path, task="embed") as llm:
         torch.testing.assert_close(embeddings_of(llm), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_language_model_of_gemma_3_embeds(tmp_path: Path) -> None:
+    """In a checkpoint with an image encoder and a head of its own."""
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=TINY_NATIVE["gemma3"]().to_dict(),
+        vision_config={**tower, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_id=VOCAB_SIZE - 1,
+        tie_word_embeddings=False,
+    )
+    save_tiny(config, tmp_path, auto=transformers.AutoModelForImageTextToText)
+    model = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    prompt = list(range(5, 25))
+    with torch.no_grad():
+        last = model(torch.tensor([prompt])).last_hidden_state[0, -1]
+    with open_encoder(tmp_path, task="embed") as llm:
+        torch.testing.assert_close(embeddings_of(llm, [prompt])[0], F.normalize(last, dim=0))
 
 
 def test_dimensions_are_cut_before_normalising(tmp_path: Path) -> None:

@@ -175,6 +175,13 @@ def test_a_misspelt_variable_is_refused_and_the_others_are_listed(llm: LLM) -> N
         assert len(message) < 600
 
 
+def test_a_template_without_variables_lists_none(llm: LLM) -> None:
+    llm.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    refused = r"\(variables that it reads: none that can be set\)"
+    with pytest.raises(RequestError, match=refused):
+        llm.render_chat(ASKED, chat_template_kwargs={"enable_thinking": 1})
+
+
 def deep() -> Any:
     value: Any = []
     for _ in range(200):

@@ -8,9 +8,18 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.sizes import check_positive_int
 from ostinato.graphs.policy.verify import VerifyPolicy
 from ostinato.offload.offload_config import OffloadConfig
+from ostinato.options import check_seed
 from ostinato.quoting import shown
 
 MAX_LORA_RANK = 256
+# Larger values have no known use: start-up would take hours, or all memory.
+LARGEST = {
+    "max_num_seqs": 2**16,
+    "max_num_batched_tokens": 2**24,
+    "block_size": 2**16,
+    "max_loras": 2**10,
+}
+LONGEST_TIMEOUT_S = 365 * 24 * 3600  # clocks overflow at some longer one
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "numba")
 
 
@@ -28,6 +37,11 @@ def check_limits(config: EngineOptions) -> None:
         if getattr(config, name) is not None:
             check_positive_int(name, getattr(config, name))
     check_positive_int("block_size", config.block_size)
+    check_positive_int("max_loras", config.max_loras)
+    for name, largest in LARGEST.items():
+        if (getattr(config, name) or 0) > largest:
+            given = shown(getattr(config, name))
+            raise ConfigError(f"{name} must be at most {largest:,}, got {given}; lower it")
     most, longest = config.kv_cache_tokens, config.max_model_len
     if most is not None and longest is not None and most < longest:
         raise ConfigError(
@@ -35,10 +49,9 @@ def check_limits(config: EngineOptions) -> None:
             "would not fit; raise kv_cache_tokens or lower max_model_len"
         )
     share = config.gpu_memory_utilization
-    if not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
-    if type(config.seed) is not int or not 0 <= config.seed < 2**63:
-        raise ConfigError(f"seed must be an integer in [0, 2**63), got {config.seed!r}")
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {shown(share)}")
+    check_seed(config.seed)
 
 
 def check_attention(config: EngineOptions) -> None:
@@ -46,7 +59,7 @@ def check_attention(config: EngineOptions) -> None:
     if isinstance(config.attention, str):
         if config.attention not in ATTENTION_BACKENDS:
             known = ", ".join(ATTENTION_BACKENDS)
-            raise ConfigError(f"unknown attention {config.attention!r}; choose one of {known}")
+            raise ConfigError(f"unknown attention {shown(config.attention)}; choose one of {known}")
         return
     needed = ("name", "support", "forward", "forward_qkv")
     missing = [each for each in needed if not hasattr(config.attention, each)]
@@ -158,8 +171,12 @@ def check_parallel(config: EngineOptions) -> None:
     check_positive_int("ulysses_sequence_parallel_size", config.ulysses_sequence_parallel_size)
     check_positive_int("data_parallel_size", config.data_parallel_size)
     timeout = config.rank_timeout_s
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ConfigError(f"rank_timeout_s must be a positive number, got {timeout!r}")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise ConfigError(f"rank_timeout_s must be a positive number, got {shown(timeout)}")
+    if timeout > LONGEST_TIMEOUT_S:
+        raise ConfigError(
+            f"rank_timeout_s must be at most {LONGEST_TIMEOUT_S:,} (a year), got {shown(timeout)}"
+        )
     if config.shift_parallel_threshold is not None:
         check_positive_int("shift_parallel_threshold", config.shift_parallel_threshold)
         if config.ulysses_sequence_parallel_size == 1:

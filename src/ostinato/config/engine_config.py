@@ -32,7 +32,7 @@ from ostinato.graphs.policy.sizes import (
     default_vision_sizes,
     validate_sizes,
 )
-from ostinato.options import user_options
+from ostinato.options import check_flags, user_options
 from ostinato.quoting import shown
 from ostinato.speculative.options import parse_speculation
 from ostinato.speculative.speculation import Speculation
@@ -60,8 +60,10 @@ class EngineConfig(EngineOptions):
     """Everything an engine is built from, as given by the user."""
 
     def __post_init__(self) -> None:
+        check_flags(self)
         if self.model is not None:
             object.__setattr__(self, "model", str(self.model))
+        object.__setattr__(self, "device", _device_name(self.device))
         graphs: object = GraphConfig() if self.graphs is None else self.graphs
         if not isinstance(graphs, GraphConfig):
             raise ConfigError(
@@ -84,13 +86,13 @@ class EngineConfig(EngineOptions):
             )
         if self.graph_memory is not None:
             object.__setattr__(self, "graph_memory", parse_bytes(self.graph_memory))
-        if self.task not in TASKS:
+        if not isinstance(self.task, str) or self.task not in TASKS:
             raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {shown(self.task)}")
         check_lora(self)
         object.__setattr__(self, "speculative", parse_speculation(self.speculative))
         check_offload(self)
         check_sleep_mode(self)
-        if self.tune not in ("auto", "off"):
+        if not isinstance(self.tune, str) or self.tune not in ("auto", "off"):
             raise ConfigError(f"tune must be 'auto' or 'off', got {shown(self.tune)}")
         if self.model == "":
             raise ConfigError("model is empty; give a directory, a hub model, a shape or None")
@@ -109,9 +111,11 @@ class EngineConfig(EngineOptions):
         try:
             device = torch.device(self.device)
         except (RuntimeError, TypeError):
-            raise ConfigError(f"unknown device {self.device!r}; choose auto, cpu or cuda") from None
+            raise ConfigError(
+                f"unknown device {shown(self.device)}; choose auto, cpu or cuda"
+            ) from None
         if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device must be cpu or cuda, got {self.device!r}")
+            raise ConfigError(f"device must be cpu or cuda, got {shown(self.device)}")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
                 f"device {self.device!r} was requested, but torch finds no CUDA GPU; use 'cpu', or "
@@ -128,11 +132,13 @@ class EngineConfig(EngineOptions):
         """The dtype of the weights on ``device``."""
         import torch
 
-        if self.dtype == "auto":
+        named = isinstance(self.dtype, str | torch.dtype)
+        if named and self.dtype == "auto":
             return torch.bfloat16 if device.type == "cuda" else torch.float32
-        name = str(self.dtype).removeprefix("torch.")
-        if name not in DTYPES or not isinstance(self.dtype, str | torch.dtype):
-            raise ConfigError(f"unknown dtype {self.dtype!r}; choose auto, {', '.join(DTYPES)}")
+        name = str(self.dtype).removeprefix("torch.") if named else ""
+        if name not in DTYPES:
+            known = ", ".join(("auto", *DTYPES))
+            raise ConfigError(f"unknown dtype {shown(self.dtype)}; choose {known}")
         dtype: torch.dtype = getattr(torch, name)
         return dtype
 
@@ -223,3 +229,13 @@ class EngineConfig(EngineOptions):
         if chosen is not None or device.type == "cpu":
             return None
         return default_mixed_sizes(max(1, max_tokens // sp))
+
+
+def _device_name(device: object) -> str:
+    if isinstance(device, str):
+        return device
+    import torch
+
+    if isinstance(device, torch.device):
+        return str(device)
+    raise ConfigError(f"unknown device {shown(device)}; choose auto, cpu or cuda")

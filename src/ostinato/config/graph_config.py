@@ -10,11 +10,13 @@ from ostinato import other_engines
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
 from ostinato.graphs.policy.sizes import check_positive_int, validate_sizes
-from ostinato.options import option, user_options
+from ostinato.options import check_flags, option, user_options
 from ostinato.quoting import shown
 
 if TYPE_CHECKING:
     import torch
+
+MAX_WARMUPS = 1000  # more would only delay the start
 
 
 @user_options(
@@ -77,6 +79,7 @@ class GraphConfig:
     )
 
     def __post_init__(self) -> None:
+        check_flags(self)
         if self.mode is not None:
             object.__setattr__(self, "mode", CUDAGraphMode.parse(self.mode))
         if self.capture_sizes is not None:
@@ -98,14 +101,17 @@ class GraphConfig:
                     "default ladder of sizes, but capture_sizes "
                     f"{shown(list(self.capture_sizes))} replaces it; give only one of the two"
                 )
-        if self.compile not in (False, True, "inductor", "eager"):
+        is_named = isinstance(self.compile, str) and self.compile in ("inductor", "eager")
+        if not (is_named or isinstance(self.compile, bool)):
             raise ConfigError(
-                f"compile must be True, False, 'inductor' or 'eager', got {self.compile!r}"
+                f"compile must be True, False, 'inductor' or 'eager', got {shown(self.compile)}"
             )
         if self.num_warmups is not None and (
-            type(self.num_warmups) is not int or self.num_warmups < 0
+            type(self.num_warmups) is not int or not 0 <= self.num_warmups <= MAX_WARMUPS
         ):
-            raise ConfigError(f"num_warmups must be 0 or more, got {self.num_warmups!r}")
+            raise ConfigError(
+                f"num_warmups must be from 0 to {MAX_WARMUPS}, got {shown(self.num_warmups)}"
+            )
 
     @property
     def compiler(self) -> Literal["inductor", "eager"] | None:

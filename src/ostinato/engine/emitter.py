@@ -17,6 +17,7 @@ from ostinato.runner.step_result import StepResult
 from ostinato.scheduling.request import FinishReason
 from ostinato.scheduling.scheduler import Scheduler
 from ostinato.scheduling.step_plan import TokenEvent
+from ostinato.text.detokenizer import token_text
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ class Emitter:
         completion.close()
 
     def _decode_token(self, token: int) -> str | None:
-        return None if self._tokenizer is None else str(self._tokenizer.decode([token]))
+        return None if self._tokenizer is None else token_text(self._tokenizer, token)
 
 
 def _read_rest(completion: Completion) -> bool:

@@ -71,7 +71,7 @@ def flatten(
             flatten(item, f"{path}[{key!r}]", paths, leaves, containers)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            item = getattr(value, field.name)
+            item = _stored(value, field.name)
             flatten(item, f"{path}.{field.name}", paths, leaves, containers)
         _flatten_attributes(value, path, paths, leaves, containers)
     elif isinstance(value, Mapping):
@@ -110,7 +110,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         return
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            yield from tensors_in(_stored(value, field.name))
         yield from _tensors_in_attributes(value)
     elif isinstance(value, Mapping):
         for item in value.values():
@@ -120,6 +120,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         for item in value:
             yield from tensors_in(item)
         yield from _tensors_in_attributes(value)
+
+
+def _stored(value: Any, field: str) -> Any:
+    """A dataclass's field, even if asking for it raises: configs of transformers refuse some."""
+    try:
+        return object.__getattribute__(value, field)
+    except AttributeError:
+        return getattr(value, field)
 
 
 def _tensors_in_attributes(value: Any) -> Iterator[torch.Tensor]:
@@ -177,7 +185,7 @@ def _map(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         return type(value)([_map(function, item) for item in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
-            field.name: _map(function, getattr(value, field.name))
+            field.name: _map(function, _stored(value, field.name))
             for field in dataclasses.fields(value)
         }
         if isinstance(value, Mapping):  # transformers' outputs: their items must match the fields

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
     ModelConfig = PretrainedConfig | RawConfig
 
-_IMAGES_UNUSED = ("gemma3",)
+# They take images or sound, but not here: the language model alone is run. transformers' class for
+# the whole computes the second table of embeddings (Gemma 3n, 4) outside the language model.
+_TEXT_ONLY = ("gemma3", "gemma3n", "gemma4", "gemma4_unified")
 
 NativeConfig: TypeAlias = DecoderConfig | SwiftKVConfig
 
@@ -113,20 +115,25 @@ def _describe(path: Path, fields: dict[str, Any]) -> ModelDescription:
 
     config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     text = _language_model(config)
-    if text is not None and unsupported_reason(text) is None:
-        return ModelDescription(config=text, generic_reason=None, whole=config)
+    if text is not None:
+        return ModelDescription(config=text, generic_reason=unsupported_reason(text), whole=config)
     return ModelDescription(config=config, generic_reason=unsupported_reason(config))
 
 
 def _language_model(config: PretrainedConfig) -> PretrainedConfig | None:
-    """The config of the language model of an image-and-text model that takes no images here."""
-    if config.model_type not in _IMAGES_UNUSED or getattr(config, "quantization_config", None):
+    """The config of the language model of a model that takes images, but not here."""
+    if config.model_type not in _TEXT_ONLY or getattr(config, "quantization_config", None):
         return None
     text: PretrainedConfig = copy.deepcopy(config.get_text_config())
     text.tie_word_embeddings = config.tie_word_embeddings
     if getattr(config, "eos_token_id", None) is not None:
         text.eos_token_id = config.eos_token_id
     return text
+
+
+def runs_alone(config: PretrainedConfig) -> bool:
+    """Whether ``config`` is that of a language model whose checkpoints may have encoders too."""
+    return config.model_type.removesuffix("_text") in _TEXT_ONLY
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ostinato.errors import ConfigError, ModelLoadError
+from ostinato.loading.description import runs_alone
 from ostinato.loading.slots import EMBEDDING, HEAD, has_own_head, slots_once, unread_names
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
@@ -59,6 +60,9 @@ def prepare_update(
             "read before?"
         )
     decoders = _decoders(models)
+    in_whole = any("language_model." in name for name in source.tensors)
+    if in_whole and (decoders or runs_alone(_generic(models).model.config)):
+        source = source.language_model()
     if decoders:
         return _NativeUpdate(decoders, source)
     return _GenericUpdate(_generic(models), source)
@@ -132,8 +136,6 @@ class _NativeUpdate(WeightUpdate):
     """Writes through the decoders' weight slots."""
 
     def __init__(self, decoders: Sequence[Decoder], source: Checkpoint) -> None:
-        if any("language_model." in name for name in source.tensors):
-            source = source.language_model()
         self._decoders, self._source = decoders, source
         self._check_names()
         for decoder in decoders:

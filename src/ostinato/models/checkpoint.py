@@ -30,7 +30,10 @@ _SINGLE = "model.safetensors"
 _LARGEST_INDEX = 64 * 2**20
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 _PREFIX = "model."
-_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
+_ENCODER_PARTS = (
+    *("vision_tower.", "multi_modal_projector.", "embed_vision.", "vision_embedder."),
+    *("audio_tower.", "embed_audio."),
+)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Old conversions saved the rotary frequencies; we compute them from the config.
 _HARMLESS = ("rotary_emb.inv_freq",)
@@ -91,11 +94,11 @@ class Checkpoint:
             self.tensors[name] = info
 
     def language_model(self) -> Checkpoint:
-        """The language model of an image-and-text model, as it would be saved by itself."""
+        """The language model of a model with encoders, as it would be saved by itself."""
         part = copy.copy(self)
         part.tensors = {}
         for name, info in self.tensors.items():
-            if name.removeprefix(_PREFIX).startswith(_IMAGE_PARTS):
+            if name.removeprefix(_PREFIX).startswith(_ENCODER_PARTS):
                 continue
             own = name.removeprefix("language_model.")  # transformers has had two orders
             own = own.replace(f"{_PREFIX}language_model.", _PREFIX, 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.sizes import check_positive_int
 from ostinato.options import Foreign, option, user_options
+from ostinato.quoting import shown
 
 
 @user_options(
@@ -48,7 +49,7 @@ class OffloadConfig:
             parts = []
         if not 1 <= len(parts) <= 3:
             raise ConfigError(
-                f"offload takes group,offloaded,prefetch, for example 4,1,1, got {text!r}"
+                f"offload takes group,offloaded,prefetch, for example 4,1,1, got {shown(text)}"
             )
         return cls(**dict(zip(("group", "offloaded", "prefetch"), map(int, parts), strict=False)))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.sizes import check_positive_int
-from ostinato.options import option, user_options
+from ostinato.options import check_seed, option, user_options
 from ostinato.quoting import shown
 from ostinato.speculative.speculation import Speculation
 
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from ostinato.speculative.proposer import Proposer, ProposerContext
 
 MAX_HISTORY = 2**28  # tokens, which take 1 GiB
+MAX_MATCH = 2**20
 
 
 def _check_match(min_match: int, max_match: int) -> None:
     check_positive_int("min_match", min_match)
     check_positive_int("max_match", max_match)
+    if max_match > MAX_MATCH:
+        raise ConfigError(f"max_match is at most {MAX_MATCH:,}, got {shown(max_match)}; lower it")
     if min_match > max_match:
         raise ConfigError(
             f"min_match {min_match} is above max_match {max_match}, so nothing could ever match"
@@ -101,6 +104,7 @@ class DraftModel(Speculation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_seed(self.seed)
         _check_name(self, self.model, "a model")
 
     def load(self, model: CausalLM, load: Callable[..., LoadedModel]) -> Speculation:
@@ -123,6 +127,13 @@ class EagleDrafts(Speculation):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_name(self, self.model, "a head")
+        layers: object = self.layers
+        if layers is not None and (
+            not isinstance(layers, Sequence)
+            or isinstance(layers, str | bytes)
+            or any(type(number) is not int or number < 0 for number in layers)
+        ):
+            raise ConfigError(f"layers must be a list of numbers of layers, got {shown(layers)}")
 
     def load(self, model: CausalLM, load: Callable[..., LoadedModel]) -> Speculation:
         from ostinato.loading.locate import find_model
@@ -156,6 +167,7 @@ class ReplayedDrafts(Speculation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_seed(self.seed)
         if not isinstance(self.acceptance, int | float) or not 0 <= self.acceptance <= 1:
             raise ConfigError(f"acceptance must be in [0, 1], got {shown(self.acceptance)}")
         texts: object = self.texts

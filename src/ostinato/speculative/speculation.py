@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.sizes import check_positive_int
-from ostinato.options import option
+from ostinato.options import check_flags, option
 from ostinato.quoting import shown
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Speculation:
     same_on_all_ranks: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        check_flags(self)
         counts = self.num_tokens
         if not isinstance(counts, Mapping):
             check_positive_int("num_tokens", counts)

@@ -19,11 +19,26 @@ from ostinato.quoting import is_failure, said, shown
 from ostinato.sampling_params import SamplingParams
 from ostinato.text.stop_strings import StopStrings, stop_strings
 
+_SPACE = "\u2581"  # how pieces of SentencePiece write a space
 _INCOMPLETE = "\ufffd"  # what a tokenizer makes of half a character
 _LONGEST_CHARACTER = 4  # bytes, and so tokens
 # At least this many tokens are decoded again with every new one: text can depend on the tokens
 # before it (some tokenizers drop a leading space).
 _CONTEXT = 8
+
+
+def token_text(tokenizer: Any, token_id: int) -> str:
+    """The text of one token, with the spaces it begins with, as in the middle of a text.
+
+    Decoders of SentencePiece drop the first space of all they decode, so that " the" and "the"
+    would look the same.
+    """
+    text: str = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+    piece = tokenizer.convert_ids_to_tokens(token_id)
+    if not isinstance(piece, str) or not piece.startswith(_SPACE) or _SPACE in text:
+        return text
+    num_spaces = len(piece) - len(piece.lstrip(_SPACE))
+    return " " * num_spaces + text.lstrip(" ")
 
 
 class Detokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 from ostinato import ConfigError
@@ -20,7 +21,7 @@ def test_parsing() -> None:
     assert VerifyPolicy.parse("sample:0.001,capture") == both
 
 
-@pytest.mark.parametrize("text", ["on", "", "capture,capture", "sample", "sample:x", 3])
+@pytest.mark.parametrize("text", ["on", "", "capture,capture", "sample", "sample:x", 3, np.ones(2)])
 def test_unknown_values_are_refused(text: object) -> None:
     with pytest.raises(ConfigError, match=r"unknown verify .*; choose 'off', 'capture'"):
         VerifyPolicy.parse(text)

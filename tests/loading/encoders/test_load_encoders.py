@@ -168,6 +168,15 @@ def test_encoders_with_their_own_attention_are_refused(tmp_path: Path) -> None:
         open_eagerly(tmp_path)
 
 
+def test_a_type_of_several_encoders_is_refused(tmp_path: Path) -> None:
+    transformers.FunnelConfig(vocab_size=64, d_model=16, n_head=2, d_head=8).save_pretrained(
+        tmp_path
+    )
+    save_file({"x": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"several encoders of type 'funnel' \(FunnelModel, "):
+        LLM(tmp_path, device="cpu", task="embed", show_progress=False)
+
+
 def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
     config = transformers.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1)
     transformers.T5Model(config).save_pretrained(tmp_path)

@@ -88,11 +88,16 @@ def describe_frame(frame: FrameType, lineno: int) -> str:
     return f"{code.co_filename}:{lineno} in {code.co_name}" + (f": `{line}`" if line else "")
 
 
+def _is_users(file: str) -> bool:
+    """Code of the user, or what torch.fx made of it, whose caller is not to blame."""
+    return file.startswith("<eval_with_key>") or not file.startswith((*_OWN_CODE, "<"))
+
+
 def source_of_caller() -> str | None:
     """The innermost line on the stack that is neither torch's nor ours."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith((*_OWN_CODE, "<")):
+        if _is_users(frame.f_code.co_filename):
             return describe_frame(frame, frame.f_lineno)
         frame = frame.f_back
     return None
@@ -102,7 +107,7 @@ def source_of_error(traceback: TracebackType | None) -> str | None:
     """The innermost line in a traceback that is neither torch's nor ours."""
     found = None
     while traceback is not None:
-        if not traceback.tb_frame.f_code.co_filename.startswith((*_OWN_CODE, "<")):
+        if _is_users(traceback.tb_frame.f_code.co_filename):
             found = describe_frame(traceback.tb_frame, traceback.tb_lineno)
         traceback = traceback.tb_next
     return found

@@ -13,6 +13,7 @@ from enum import Enum, IntEnum
 from typing import Literal
 
 from ostinato.errors import ConfigError
+from ostinato.quoting import shown
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +60,13 @@ class CUDAGraphMode(Enum):
         known = ", ".join(mode.name for mode in cls)
         if not isinstance(value, str):
             raise ConfigError(
-                f"graph mode must be text or CUDAGraphMode, got {value!r}; choose one of {known}"
+                f"graph mode must be text or CUDAGraphMode, got {shown(value)}; choose one of "
+                f"{known}"
             )
         try:
             return cls(value.strip().lower())
         except ValueError:
-            raise ConfigError(f"unknown graph mode {value!r}; choose one of {known}") from None
+            raise ConfigError(f"unknown graph mode {shown(value)}; choose one of {known}") from None
 
     def decode_mode(self) -> CUDAGraphMode:
         """The runtime mode of uniform decode batches."""

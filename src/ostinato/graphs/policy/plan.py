@@ -97,7 +97,7 @@ class CapturePlan:
             if not (plan.mode.separate_routine() and plan.mode.mixed_mode()):
                 raise ConfigError(
                     f"graph mode {plan.mode.name} has no separate graphs of mixed batches; leave "
-                    "out mixed_sizes"
+                    "out their sizes (mixed_sizes, or mixed_capture_sizes)"
                 )
             mixed = validate_sizes(mixed_sizes, max_num_batched_tokens=max_num_batched_tokens)
         plan = plan.with_sizes(checked, mixed_sizes=mixed)
@@ -349,10 +349,9 @@ def _log_sizes_without_decode(plan: CapturePlan) -> None:
         held = max(plan.decode_sizes_for(query_len), default=0)
         limits.append(f"{most} tokens ({query_len} a request)")
         if held < most:
-            uncovered.append(
-                f". Decode batches of {held + query_len} to {most} tokens run {other}; add size "
-                f"{most}"
-            )
+            first = held + query_len
+            batches = f"{first} to {most}" if first < most else str(most)
+            uncovered.append(f". Decode batches of {batches} tokens run {other}; add size {most}")
     text = (
         f"capture sizes {list(plan.sizes_without_decode)} get no decode graph: a decode batch has "
         f"at most {' or '.join(limits)}, by max_num_seqs={plan.max_num_seqs} and "

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.quoting import shown
 
 LARGEST_DEFAULT_SIZE = 512
 # On the CPU a larger batch is compute-bound, and replaying it saves almost nothing.
@@ -78,8 +79,11 @@ def default_vision_sizes(device_type: str) -> tuple[int, ...]:
 def validate_sizes(sizes: Iterable[int], *, max_num_batched_tokens: int | None) -> tuple[int, ...]:
     """Sort and de-duplicate a user's list. An unusable size raises; none is dropped silently."""
     if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
-        raise ConfigError(f"capture sizes must be a list of positive integers, got {sizes!r}")
-    listed = list(sizes)
+        raise _not_sizes(sizes)
+    try:
+        listed = list(sizes)
+    except TypeError:  # an array or a tensor of one number
+        raise _not_sizes(sizes) from None
     if not listed:
         raise ConfigError("capture sizes are empty; give at least one, or use graph mode NONE")
     for size in listed:
@@ -91,6 +95,10 @@ def validate_sizes(sizes: Iterable[int], *, max_num_batched_tokens: int | None) 
             "no batch could ever use it; drop it or raise the limit"
         )
     return tuple(sorted(set(listed)))
+
+
+def _not_sizes(sizes: object) -> ConfigError:
+    return ConfigError(f"capture sizes must be a list of positive integers, got {shown(sizes)}")
 
 
 def decode_sizes(
@@ -151,4 +159,4 @@ def padding_table(sizes: Sequence[int]) -> list[int]:
 def check_positive_int(name: str, value: object) -> None:
     # bool is a subclass of int, but `True` as a size is a mistake.
     if type(value) is not int or value < 1:
-        raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        raise ConfigError(f"{name} must be a positive integer, got {shown(value)}")

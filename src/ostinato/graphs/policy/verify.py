@@ -23,10 +23,12 @@ class VerifyPolicy:
     @classmethod
     def parse(cls, text: object) -> VerifyPolicy:
         """From ``off``, ``capture``, ``sample:RATE``, or the last two with a comma between them."""
-        if text is None or text == "off":
+        if text is None:
             return cls()
         if not isinstance(text, str):
             raise _unknown(text)
+        if text == "off":
+            return cls()
         at_capture, rate = False, 0.0
         for part in text.replace(" ", "").split(","):
             kind, _, value = part.partition(":")
@@ -56,7 +58,7 @@ def _rate(value: str, text: str) -> float:
     except ValueError:
         raise _unknown(text) from None
     if not 0 < rate <= 1:
-        raise ConfigError(f"verify={text!r} samples a fraction of {value}; give one in (0, 1]")
+        raise ConfigError(f"verify={shown(text)} samples a fraction of {value}; give one in (0, 1]")
     return rate
 
 

@@ -69,8 +69,10 @@ class HFEncoder:
         freeze_rope(model)
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         takes_types = "token_type_ids" in inspect.signature(self._base.forward).parameters
-        self.has_token_types = takes_types and getattr(self.config, "type_vocab_size", 0) > 1
-        self._takes_types = takes_types
+        # Without a table of types, GPT-2 and its like look them up in the table of tokens.
+        num_types = getattr(self.config, "type_vocab_size", 0) if takes_types else 0
+        self.has_token_types = num_types > 1
+        self._takes_types = num_types > 0
         self.max_position = max_position
         self.first_position = 0
         self.head_pooling: Pooling | None = None

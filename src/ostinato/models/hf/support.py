@@ -60,6 +60,11 @@ def check_config(
             "checkpoint is not run)"
         )
     model_class: Any = mapping[type(config)]
+    if isinstance(model_class, tuple):
+        raise ConfigError(
+            f"transformers has several {kind}s of type {config.model_type!r} "
+            f"({', '.join(each.__name__ for each in model_class)}); it cannot be run"
+        )
     name = model_class.__name__
     if is_recurrent(config, mapping):
         layers = f"{name} has state-space, convolutional or recurrent layers"

@@ -153,6 +153,16 @@ def test_a_parameter_without_dimensions_is_found(device: torch.device) -> None:
         assert {each.owner for each in ledger.stale()} == {"parameter 'holder.0'"}
 
 
+def test_a_number_from_the_host_is_not_held(device: torch.device) -> None:
+    """The graph has a copy: where the number was is free, and nothing is stale."""
+    with graphed(lambda x: torch.maximum(x, torch.tensor(0.5)), sizes=[2]) as model:
+        x = torch.randn(2, WIDTH, device=device)
+        torch.testing.assert_close(model(x), x.clamp(min=0.5))
+        model.ledger().check()
+        assert not model.ledger().stale()
+        torch.testing.assert_close(model(-x), (-x).clamp(min=0.5))
+
+
 def test_a_ledger_keeps_no_memory_alive(device: torch.device) -> None:
     module = nn.Linear(WIDTH, WIDTH, device=device)
     model = graphed(module, sizes=[2])
@@ -223,6 +233,22 @@ def test_a_manager_knows_the_memory_of_its_graphs(pool: GraphPool) -> None:
         ledger.check()
     with pytest.raises(StaleGraphError, match="FULL, 2 tokens of 2 requests, node "):
         manager.run_fullgraph(2)
+
+
+def test_two_managers_in_a_pool_are_told_apart(pool: GraphPool) -> None:
+    """Their output buffers have the same name."""
+    modules = [nn.Linear(WIDTH, WIDTH, device=pool.device).requires_grad_(False) for _ in "ab"]
+    first, second = (managed(module, pool) for module in modules)
+    ledger = pool_ledger(pool, {"a": modules[0], "b": modules[1]})
+    ledger.check()
+    first.clear_graphs()
+    ledger.check()
+    modules[1].weight.data = modules[1].weight.data.clone()
+    assert {each.owner for each in ledger.stale()} == {"parameter 'b.weight'"}
+    with pytest.raises(StaleGraphError, match=r"parameter 'b.weight' at"):
+        ledger.check()
+    with pytest.raises(StaleGraphError):
+        second.run_fullgraph(2)
 
 
 def test_a_wrapper_refuses_a_stale_graph_and_others_go_on(pool: GraphPool) -> None:

@@ -105,7 +105,9 @@ class Recorder(CaptureGuard):
         else:
             with host_reads_allowed():  # the body of a custom operator runs again on every replay
                 result = self._record(func, args, kwargs)
-        self.operators.note(func, (args, kwargs), first_node)
+        # A scalar from the host is copied: the graph does not refer to where it was.
+        given = () if func is aten.lift_fresh.default else (args, kwargs)
+        self.operators.note(func, given, first_node)
         if self.observer is not None and not is_unobserved():
             self.observer.saw(func, args, kwargs, result, len(self.steps))
         return result

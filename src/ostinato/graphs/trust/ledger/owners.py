@@ -127,10 +127,15 @@ class OwnedMemory:
 
     def moved(self) -> dict[Region, str]:
         """The regions whose owners are no longer there, and where these are instead."""
-        now = {region.owner: region for region in _regions(self._resolve())}
+        now: dict[object, list[Region]] = {}
+        for region in _regions(self._resolve()):
+            now.setdefault(region.owner, []).append(region)
         found = {}
         for region in self.regions:
-            place = now.get(region.owner)
+            # Two managers in a pool have buffers of the same names.
+            places = now.get(region.owner, [])
+            place = next((each for each in places if each.start == region.start), None)
+            place = place or next(iter(places), None)
             if place is None:
                 found[region] = "gone"
             elif place.start != region.start:
