@@ -28,7 +28,7 @@ def draw_file(result: Path, out: Path) -> None:
     check_plot_file(out)
     try:
         results = json.loads(result.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read a result from {str(result)!r}: {error}") from error
     rows = results.get("rows") if isinstance(results, dict) else None
     if rows and all("output_tokens_per_s" in row for row in rows):
@@ -89,9 +89,11 @@ def draw_throughput(results: dict[str, Any]) -> Any:
 
 
 def check_plot_file(path: Path) -> None:
-    """Raise early if ``path`` is no name for a plot."""
+    """Raise early if a plot cannot be written to ``path``."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"a plot must be one of {', '.join(_SUFFIXES)}, got {path.name!r}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"the directory for the plot does not exist: {str(path.parent)!r}")
 
 
 def matplotlib_module(module: str) -> Any:

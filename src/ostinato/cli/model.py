@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.cli import options
-from ostinato.cli.report import RunFile, write_run_file
+from ostinato.cli.report import RunFile, check_run_file, write_run_file
 from ostinato.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def generate(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
+    check_run_file(report)
     if adapter is not None:
         config = replace(config, enable_lora=True)
     with _open(config, quiet=quiet or as_json) as llm:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ostinato.cli import options
 from ostinato.cli.layouts import Layouts, parse_layouts
-from ostinato.cli.results import Output, check_file, write_results
+from ostinato.cli.results import write_results
 from ostinato.cli.tables import parallel_tables
 from ostinato.config import EngineConfig
 from ostinato.config.memory_size import parse_bytes
@@ -42,9 +42,7 @@ def graphs(
     costs: Annotated[
         Path | None, typer.Option(help="Measured costs of steps. Default: measure the model.")
     ] = None,
-    save_costs: Annotated[
-        Path | None, typer.Option(help="Write the measured costs here.", callback=check_file)
-    ] = None,
+    save_costs: Annotated[Path | None, typer.Option(help="Write the measured costs here.")] = None,
     max_graphs: Annotated[int | None, typer.Option(help="Most graphs, of both kinds.")] = None,
     max_seconds: Annotated[float | None, typer.Option(help="Most time to capture them.")] = None,
     max_memory: Annotated[
@@ -52,7 +50,7 @@ def graphs(
     ] = None,
     config: EngineConfig,
     as_json: options.Json = False,
-    output: Output = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
 ) -> None:
     """Choose the sizes to capture: the fastest for observed requests within limits."""
     from ostinato.graphs.policy.choose_sizes import GraphLimits
@@ -135,16 +133,13 @@ def parallel(
         int | None, typer.Option(help="Largest batch. Default: 2048, or the largest measured.")
     ] = None,
     plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Plot step times: .png, .svg or .pdf. Needs matplotlib.", callback=check_file
-        ),
+        Path | None, typer.Option(help="Plot step times: .png, .svg or .pdf. Needs matplotlib.")
     ] = None,
     plot_layout: Annotated[
         str | None, typer.Option(help="Layout to plot. Default: most GPUs, then most SP.")
     ] = None,
     as_json: options.Json = False,
-    output: Output = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
 ) -> None:
     """Predict step times, thresholds and the best layout of TP, SP and shift on several GPUs."""
     from ostinato.bench.layouts.plot import draw_into

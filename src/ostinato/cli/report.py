@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ostinato.cli.results import check_file
 from ostinato.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,9 +15,7 @@ if TYPE_CHECKING:
 
 RunFile = Annotated[
     Path | None,
-    typer.Option(
-        "--report", help="Write a report of the run to this file, as JSON.", callback=check_file
-    ),
+    typer.Option("--report", help="Write a report of the run to this file, as JSON."),
 ]
 
 
@@ -42,6 +39,12 @@ def report(
     except OSError as error:
         raise ConfigError(f"{page} cannot be written: {error.strerror or error}") from None
     Console().print(f"{page}: {len(text.encode()):,} bytes", highlight=False, soft_wrap=True)
+
+
+def check_run_file(path: Path | None) -> None:
+    """Raise before a long run if its report could not be written."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"--report {path}: there is no directory {path.absolute().parent}")
 
 
 def write_run_file(llm: LLM, path: Path | None) -> None:

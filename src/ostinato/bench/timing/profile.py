@@ -31,9 +31,11 @@ _SUFFIXES = (".json.gz", ".json")
 
 
 def check_path(path: Path) -> None:
-    """Raise now, not after minutes of measuring, if ``path`` is no name for traces."""
+    """Raise now, not after minutes of measuring, if traces cannot be written to ``path``."""
     if not path.name.endswith(_SUFFIXES):
         raise ConfigError(f"a Chrome trace is a .json or .json.gz file, got {path.name!r}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"the directory for the trace does not exist: {str(path.parent)!r}")
 
 
 def trace_path(path: Path, batch: int) -> Path:

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from ostinato.cli import options
-from ostinato.cli.bench.report import Batches, NewTokens, PromptLen, Repeats, report
-from ostinato.cli.results import Output, check_file
+from ostinato.cli.bench.report import Batches, NewTokens, Output, PromptLen, Repeats, report
 from ostinato.cli.tables import bench_tables as tables
 from ostinato.config import EngineConfig
 from ostinato.errors import MeasurementError
@@ -33,10 +32,7 @@ def decode(
     repeats: Repeats = 3,
     profile: Annotated[
         Path | None,
-        typer.Option(
-            help="Also profile: one Chrome trace per batch, t.json as t.batch8.json.",
-            callback=check_file,
-        ),
+        typer.Option(help="Also profile: one Chrome trace per batch, t.json as t.batch8.json."),
     ] = None,
     profile_batch: Annotated[
         str | None, typer.Option(help="Batch sizes to profile. Default: all.")

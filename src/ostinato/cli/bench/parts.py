@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from ostinato.cli import options
-from ostinato.cli.bench.report import Batches, Repeats, report
+from ostinato.cli.bench.report import Batches, Output, Repeats, report
 from ostinato.cli.layouts import Layouts, parse_layouts
-from ostinato.cli.results import Output, check_file
 from ostinato.cli.tables import bench_tables as tables
 from ostinato.cli.tables import parallel_tables
 from ostinato.config import EngineConfig
@@ -77,7 +76,7 @@ def plot(
     result: Annotated[
         Path, typer.Argument(help="Output of `bench decode`, `throughput` or `serve`.")
     ],
-    out: Annotated[Path, typer.Option(help="The plot: .png, .svg or .pdf.", callback=check_file)],
+    out: Annotated[Path, typer.Option(help="The plot: .png, .svg or .pdf.")],
 ) -> None:
     """Plot the time per output token over the batch size, or tokens/s, with matplotlib."""
     from ostinato.bench.plot import draw_file

@@ -15,6 +15,7 @@ PromptLen = Annotated[int, typer.Option(help="Tokens in each prompt.")]
 NewTokens = Annotated[int, typer.Option(help="Tokens to measure over.")]
 Repeats = Annotated[int, typer.Option(help="Repetitions; medians are reported.")]
 Batches = Annotated[str, typer.Option(help="Batch sizes.")]
+Output = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
 
 
 def report(
