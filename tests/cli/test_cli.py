@@ -301,7 +301,7 @@ ERRORS: list[tuple[list[str], str]] = [
     ([*DECODE, "--max-num-seqs", "1"], "ConfigError: max_num_seqs 1 is too small for this measure"),
     ([*DECODE, "--max-model-len", "22"], "ConfigError: max_model_len 22 is too small for"),
     ([*DECODE, "--profile", "t.txt"], "ConfigError: a Chrome trace is a .json or .json.gz file, "),
-    ([*DECODE, "--profile", "/no/t.json"], "ConfigError: the directory for the trace does not "),
+    ([*DECODE, "--profile", "/no/t.json"], "ConfigError: /no/t.json cannot be written: there is no"),
     (
         [*DECODE, "--profile-batch", "2"],
         "ConfigError: no trace file for profiling batches [2]; give ",
@@ -337,7 +337,17 @@ ERRORS: list[tuple[list[str], str]] = [
     (["bench", "sampling", "--device", "tpu"], "ConfigError: unknown device 'tpu'; choose auto, "),
     (["report", "none.json"], "ConfigError: none.json cannot be read: No such file"),
     (["report", "a.html"], "ConfigError: the page would replace a.html; choose another file"),
-    (["generate", "1", *TINY, "--report", "no/run.json"], "ConfigError: --report no/run.json: "),
+    (
+        ["generate", "1", *TINY, "--report", "no/run.json"],
+        "ConfigError: no/run.json cannot be written: there is no directory ",
+    ),
+    (["generate", "1", *TINY, "--report", "/"], "ConfigError: / cannot be written: it is a dir"),
+    (["bench", "core", "--output", "no/x.json"], "ConfigError: no/x.json cannot be written: "),
+    ([*DECODE, "--output", "/"], "ConfigError: / cannot be written: it is a directory"),
+    (
+        ["plan", "graphs", *TINY, "--trace", "none", "--save-costs", "no/costs.json"],
+        "ConfigError: no/costs.json cannot be written: there is no directory",
+    ),
     (["bench", "capture", *TINY, "--modes", "FULL,HALF"], "ConfigError: unknown graph mode 'HALF'"),
 ]
 
@@ -353,6 +363,40 @@ def test_errors_are_one_line(
     assert result.out == ""
     assert result.err.startswith(message)
     assert result.err.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a disk without space")
+def test_a_full_disk_loses_no_result(ostinato: Run) -> None:
+    result = ostinato("plan", "parallel", "--gpus", "2", "--json", "--output", "/dev/full")
+    assert result.exit_code == 1
+    assert json.loads(result.out)["model"] == "llama-3.1-8b"
+    assert result.err == "ConfigError: /dev/full cannot be written: No space left on device\n"
+
+
+def test_a_page_does_not_replace_its_report(
+    ostinato: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = ostinato("report", "run.json", "-o", str(tmp_path / "run.json"))
+    assert result.err.startswith("ConfigError: the page would replace run.json; ")
+
+
+def test_brackets_in_values_are_printed(ostinato: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich takes ``[cpu]`` for markup: doctor told users to install 'ostinato'."""
+    from ostinato import doctor
+
+    advice = "pip install 'ostinato[cpu]'"
+    graphs = {"attention": "[torch]", "batches": []}
+    found = {
+        "environment": {"cache": "/home/[me]/cache"},
+        "fast_paths": [{"name": "kernels", "on": False, "why": advice}],
+        "private_names": {"found": 1, "missing": [{"path": "torch._x", "without": "[bold]"}]},
+        "graphs": graphs,
+    }
+    monkeypatch.setattr(doctor, "examine", lambda config: found)
+    shown = ostinato("doctor").out
+    for text in (advice, "/home/[me]/cache", "[bold]", "[torch]"):
+        assert text in shown
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.errors import ConfigError
+from ostinato.paths import check_writable, writing
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 # By name, so that a subject looks the same in every plot.
@@ -39,7 +40,8 @@ def draw_file(result: Path, out: Path) -> None:
         raise ConfigError(
             f"{str(result)!r} is not a result of `ostinato bench decode`, `throughput` or `serve`"
         )
-    figure.savefig(out, dpi=160, bbox_inches="tight")
+    with writing(out):
+        figure.savefig(out, dpi=160, bbox_inches="tight")
 
 
 def draw(results: dict[str, Any]) -> Any:
@@ -92,8 +94,7 @@ def check_plot_file(path: Path) -> None:
     """Raise early if a plot cannot be written to ``path``."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"a plot must be one of {', '.join(_SUFFIXES)}, got {path.name!r}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"the directory for the plot does not exist: {str(path.parent)!r}")
+    check_writable(path)
 
 
 def matplotlib_module(module: str) -> Any:

@@ -7,10 +7,11 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ostinato.cli import options
+from ostinato.cli.console import console
 from ostinato.config import EngineConfig
 
 
@@ -26,17 +27,19 @@ def doctor(*, config: EngineConfig, as_json: options.Json = False) -> None:
     if as_json:
         sys.stdout.write(json.dumps(found) + "\n")
         return
-    console = Console()
+    out = console()
     environment = Table(title="Environment", show_header=False, title_justify="left")
     for name, value in found["environment"].items():
         environment.add_row(name, value)
     paths = Table("", "", "", title="Fast paths", show_header=False, title_justify="left")
     for path in found["fast_paths"]:
-        paths.add_row(path["name"], "[green]on" if path["on"] else "[yellow]off", path["why"])
-    console.print(environment, paths)
+        paths.add_row(
+            path["name"], Text("on", "green") if path["on"] else Text("off", "yellow"), path["why"]
+        )
+    out.print(environment, paths)
     names = found["private_names"]
     missing = names["missing"]
-    console.print(
+    out.print(
         f"Private names of torch, Triton and transformers: {names['found']} found, "
         f"{len(missing)} missing."
     )
@@ -44,8 +47,8 @@ def doctor(*, config: EngineConfig, as_json: options.Json = False) -> None:
         table = Table("missing", "so", title_justify="left")
         for name in missing:
             table.add_row(name["path"], name["without"])
-        console.print(table)
-    console.print(*_graph_tables(found["graphs"]))
+        out.print(table)
+    out.print(*_graph_tables(found["graphs"]))
 
 
 def _graph_tables(graphs: dict[str, Any]) -> tuple[Table, Table]:
@@ -59,5 +62,5 @@ def _graph_tables(graphs: dict[str, Any]) -> tuple[Table, Table]:
     runs = Table("", "", "", title="How batches would run", show_header=False, title_justify="left")
     for each in batches:
         colour = "yellow" if each["eager"] else "green"
-        runs.add_row(each["batch"], f"[{colour}]{each['runs']}", each["reason"])
+        runs.add_row(each["batch"], Text(each["runs"], colour), each["reason"])
     return plan, runs

@@ -405,7 +405,7 @@ def test_plan_tables_of_one_layout() -> None:
         (["--dtype", "int4"], "unknown dtype 'int4'; choose bfloat16"),
         (["--model", "giant"], "unknown model shape 'giant'"),
         (["--plot", "picture.gif"], "a plot must be one of .png, .svg, .pdf, got 'picture.gif'"),
-        (["--plot", "nowhere/p.png"], "the directory for the plot does not exist: 'nowhere'"),
+        (["--plot", "nowhere/p.png"], "nowhere/p.png cannot be written: there is no directory"),
         (["--plot-layout", "2x1"], "--plot-layout needs --plot"),
     ],
 )
