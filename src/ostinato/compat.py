@@ -41,7 +41,7 @@ class PrivateName:
         for count in range(len(parts), 0, -1):
             try:
                 found = importlib.import_module(".".join(parts[:count]))
-            except ImportError:
+            except Exception:  # missing, or broken here: some of torch's need a UTF-8 locale
                 continue
             try:
                 return _inside(found, parts[count:])

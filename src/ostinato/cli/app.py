@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import sys
 from typing import Annotated, Any
 
@@ -27,6 +29,11 @@ class _App(typer.Typer):
             line = Text.assemble((f"{name}:", "red"), f" {message}")
             console(stderr=True).print(line, soft_wrap=True, highlight=False)
             sys.exit(1)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or error.filename is not None:
+                raise
+            sys.stdout = io.StringIO()  # or Python fails at its end, flushing the rest
+            sys.exit(f"ostinato: stdout cannot be written: {error.strerror}")
 
 
 app = _App(

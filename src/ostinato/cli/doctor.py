@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ostinato.cli import options
@@ -28,7 +28,8 @@ def doctor(*, config: EngineConfig, as_json: options.Json = False) -> None:
         sys.stdout.write(json.dumps(found) + "\n")
         return
     out = console()
-    environment = Table(title="Environment", show_header=False, title_justify="left")
+    folded = Column(overflow="fold")  # nothing is cut off, however narrow the terminal
+    environment = Table("", folded, title="Environment", show_header=False, title_justify="left")
     for name, value in found["environment"].items():
         environment.add_row(name, value)
     paths = Table("", "", "", title="Fast paths", show_header=False, title_justify="left")
@@ -44,7 +45,7 @@ def doctor(*, config: EngineConfig, as_json: options.Json = False) -> None:
         f"{len(missing)} missing."
     )
     if missing:
-        table = Table("missing", "so", title_justify="left")
+        table = Table(Column("missing", overflow="fold"), "so", title_justify="left")
         for name in missing:
             table.add_row(name["path"], name["without"])
         out.print(table)
@@ -53,7 +54,10 @@ def doctor(*, config: EngineConfig, as_json: options.Json = False) -> None:
 
 def _graph_tables(graphs: dict[str, Any]) -> tuple[Table, Table]:
     batches = graphs.pop("batches", ())
-    plan = Table(title="What would be captured", show_header=False, title_justify="left")
+    folded = Column(overflow="fold")  # nothing is cut off, however narrow the terminal
+    plan = Table(
+        "", folded, title="What would be captured", show_header=False, title_justify="left"
+    )
     for name, value in graphs.items():
         plan.add_row(
             name.replace("_", " "),

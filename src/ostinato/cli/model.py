@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from ostinato.cli import options
 from ostinato.cli.console import console
@@ -148,7 +148,7 @@ def explain(
     if as_json:
         sys.stdout.write(json.dumps(explanation) + "\n")
         return
-    table = Table(show_header=False)
+    table = Table("", Column(overflow="fold"), show_header=False)
     for name, value in explanation.items():
         table.add_row(name.replace("_", " "), _cell(value))
     console().print(table)
