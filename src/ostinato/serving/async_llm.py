@@ -87,6 +87,10 @@ class AsyncLLM(Owner):
         return self._thread.failure
 
     @property
+    def is_closed(self) -> bool:
+        return not self._end.alive
+
+    @property
     def takes_images(self) -> bool:
         """Whether prompts may have images."""
         return self.task == "generate" and self._thread.llm.engine.images.are_taken

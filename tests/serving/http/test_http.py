@@ -621,6 +621,15 @@ def test_a_failed_engine_is_not_healthy(paths: tuple[str, str]) -> None:
         assert "the device is gone" in error_of(health)["message"]
 
 
+@pytest.mark.slow
+def test_a_closed_engine_is_not_healthy(paths: tuple[str, str]) -> None:
+    with AsyncLLM(paths[0], **OPTIONS) as engine, http(engine) as client:
+        assert client.get("/health").status_code == 200
+        engine.close()
+        assert client.get("/health").status_code == 503
+        assert client.post("/v1/completions", json=ASK).status_code == 503
+
+
 # --- the command -------------------------------------------------------------------------------
 
 
