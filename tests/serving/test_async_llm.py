@@ -315,6 +315,46 @@ def test_the_loop_goes_on_while_the_engine_is_in_a_step(served: AsyncLLM) -> Non
     run(ask())
 
 
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (ValueError("no"), ValueError),
+        (type("PanicException", (BaseException,), {})("of Rust code"), BaseException),
+        (GeneratorExit(), GeneratorExit),
+        (asyncio.CancelledError(), asyncio.CancelledError),
+        (StopIteration("over"), RuntimeError),
+    ],
+    ids=lambda each: getattr(each, "__name__", type(each).__name__),
+)
+def test_what_a_call_raises_reaches_its_caller_alone(
+    served: AsyncLLM, raised: BaseException, seen: type[BaseException]
+) -> None:
+    def fail(_: LLM) -> None:
+        raise raised
+
+    async def ask() -> None:
+        other = asyncio.create_task(served.generate([1, 2], GREEDY))
+        failed = await asyncio.gather(served.call(fail), return_exceptions=True)
+        assert isinstance(failed[0], seen)
+        assert len((await other).outputs[0].token_ids) == 12
+        assert len((await served.generate([1, 2], GREEDY)).outputs[0].token_ids) == 12
+
+    run(ask())
+
+
+def test_an_observer_that_fails_is_logged(
+    served: AsyncLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    def observe(_: object) -> None:
+        raise ValueError("the disk of the log is full")
+
+    served.observe(observe)
+    for _ in range(2):
+        assert len(run(served.generate([1, 2], GREEDY)).outputs[0].token_ids) == 12
+    served._thread.observers.remove(observe)
+    assert [each.getMessage() for each in caplog.records] == ["an observer of requests failed"] * 2
+
+
 def test_bad_requests_fail_alone(served: AsyncLLM) -> None:
     async def ask() -> list[Any]:
         return await asyncio.gather(

@@ -13,6 +13,7 @@ with few streams after every step, with many after several, in larger deltas.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -30,6 +31,8 @@ from ostinato.serving.queues.inbox import Command, Inbox
 from ostinato.serving.queues.outbox import Outbox
 from ostinato.serving.records import RequestRecord
 from ostinato.serving.running_request import RunningRequest
+
+_log = logging.getLogger("ostinato.serving")
 
 T = TypeVar("T")
 Observer = Callable[[RequestRecord], None]
@@ -92,7 +95,7 @@ class EngineThread:
         def run() -> None:
             try:
                 result = function(self.llm)
-            except Exception as error:
+            except BaseException as error:  # a panic from Rust, or sys.exit(): its caller waits
                 self._outbox.post_error(future, error)
             else:
                 self._outbox.post_result(future, result)
@@ -239,7 +242,7 @@ class EngineThread:
     def _start(self, request: RunningRequest) -> None:
         try:
             completions = request.begin(self.llm.engine)
-        except Exception as error:  # whatever is wrong with it, the others go on
+        except BaseException as error:  # whatever is wrong with it, the others go on
             self._outbox.post_error(request.started, error)
             return
         self._requests[request] = self._to_start[request] = None
@@ -268,7 +271,10 @@ class EngineThread:
         self.prompt_tokens += record.num_prompt_tokens if record.first_token is not None else 0
         self.generated_tokens += record.num_generated_tokens
         for observe in self.observers:
-            observe(record)
+            try:
+                observe(record)
+            except Exception:  # the request has its answer, and the others go on
+                _log.exception("an observer of requests failed")
 
     @property
     def requests(self) -> list[RunningRequest]:
