@@ -88,6 +88,7 @@ class AsyncLLM(Owner):
 
     @property
     def is_closed(self) -> bool:
+        """Whether ``close()`` or ``aclose()`` was called."""
         return not self._end.alive
 
     @property
