@@ -269,7 +269,10 @@ def test_head_is_get_without_the_body(client: httpx.Client, path: str) -> None:
 
 def test_headers_have_a_limit(client: httpx.Client) -> None:
     """Also those that come whole in one read, which the HTTP parser lets through."""
-    for path, headers in (("/health", {"X": "y" * 70_000}), ("/" + "y" * 40_000, {"X": "y" * 40_000})):
+    for path, headers in (
+        ("/health", {"X": "y" * 70_000}),
+        ("/" + "y" * 40_000, {"X": "y" * 40_000}),
+    ):
         answer = client.get(path, headers=headers)
         assert (answer.status_code, error_of(answer)["code"]) == (400, "headers_too_large")
     assert client.get("/health", headers={"X": "y" * 50_000}).status_code == 200
