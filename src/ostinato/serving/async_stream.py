@@ -45,7 +45,7 @@ class AsyncStream:
         if self._request is not None or self._ended:
             return
         request = await self._prepare()
-        if self._ended:
+        if self._is_over:
             return  # closed in the meantime
         self._thread.start(request)
         self._request = request
@@ -57,6 +57,10 @@ class AsyncStream:
         except BaseException:
             self._ended = True
             raise
+
+    @property
+    def _is_over(self) -> bool:
+        return self._ended
 
     @property
     def output(self) -> RequestOutput:
