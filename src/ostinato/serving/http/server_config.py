@@ -86,6 +86,10 @@ class ServerConfig:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be a number of seconds, got {shown(value)}")
+        if not self.request_timeout_s:  # some programs take it for no limit
+            raise ConfigError(
+                "request_timeout_s is 0, in which no request is answered; give seconds"
+            )
 
     @property
     def is_exposed(self) -> bool:
