@@ -739,6 +739,7 @@ def test_the_command_refuses_bad_options() -> None:
         (["--adapter", "poet"], "--adapter takes NAME=DIRECTORY, got 'poet'"),
         (["--adapter", "a=x", "--adapter", "a=y"], "--adapter gives 'a' two directories, 'x' and"),
         (["--request-timeout-s", "0"], "request_timeout_s is 0, in which no request is answered"),
+        (["--otlp-traces-endpoint", "x:4318"], "otlp_traces_endpoint must be an address such as"),
         (["--port", "70000"], "port must be an integer from 0 to 65535"),
         (["--task", "dance"], "task"),
         (["--replicas", "0", "--ray"], "--replicas must be at least 1, got 0"),
