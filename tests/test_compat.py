@@ -112,6 +112,25 @@ def test_a_missing_name_is_refused_when_it_is_used() -> None:
 
 
 @pytest.mark.slow
+def test_doctor_works_without_the_packages_of_extras() -> None:
+    """transformers has a stand-in for what needs pillow, which raises whatever it is asked."""
+    program = """
+import sys
+for package in ("PIL", "numba", "gguf", "matplotlib", "llguidance", "fastapi", "uvicorn"):
+    sys.modules[package] = None
+sys.argv = ["ostinato", "doctor", "--json"]
+from ostinato.__main__ import main
+main()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    missing = {name["path"]: name for name in json.loads(result.stdout)["private_names"]["missing"]}
+    assert "pillow" in missing[compat.image_processor.path]["without"]
+
+
+@pytest.mark.slow
 def test_no_missing_name_breaks_an_import() -> None:
     """As if torch and the others had none of them; then with those that captures need."""
     program = """

@@ -42,15 +42,13 @@ class PrivateName:
         for count in range(len(parts), 0, -1):
             try:
                 found = importlib.import_module(".".join(parts[:count]))
-            except ImportError:
+            except Exception:  # missing, or broken here: some of torch's need a UTF-8 locale
                 continue
-            for part in parts[count:]:
-                if not hasattr(found, part) and part not in getattr(found, "__annotations__", ()):
-                    return None
-                value = getattr(found, part, None)
-                found = part if value is None else value  # None, or an attribute of instances only
-            return found
-        return found
+            try:
+                return _inside(found, parts[count:])
+            except ImportError:  # from transformers' stand-in for what needs another package
+                return None
+        return None
 
     def demand(self) -> Any:
         """The object; raises if it is missing."""
@@ -66,6 +64,15 @@ class PrivateName:
             f"{self.path} is missing in this {package} ({_version(package)}), and without it "
             f"{self.without}; use a version that has it, such as {self.seen_in}"
         )
+
+
+def _inside(found: Any, parts: list[str]) -> Any:
+    for part in parts:
+        if not hasattr(found, part) and part not in getattr(found, "__annotations__", ()):
+            return None
+        value = getattr(found, part, None)
+        found = part if value is None else value  # None, or an attribute of instances only
+    return found
 
 
 private_names: list[PrivateName] = []
@@ -667,7 +674,7 @@ vision_positions = _name(
 image_processor = _name(
     "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
     purpose="resizes images and cuts them into patches, without torchvision",
-    without="images cannot be read",
+    without="images cannot be read (it needs pillow, too: ostinato[images])",
     seen_in=_TRANSFORMERS,
 )
 

@@ -84,7 +84,7 @@ class SleepError(OstinatoError, MemoryError):
 
 
 class ConcurrentUseError(OstinatoError, RuntimeError):
-    """Two threads used the graphs of one pool, or one ``LLM``, at the same time."""
+    """Two threads used the graphs of one pool or one ``LLM`` at once, or two tasks one stream."""
 
 
 class EngineFailedError(OstinatoError, RuntimeError):

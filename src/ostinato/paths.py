@@ -1,12 +1,35 @@
-"""The cache directory for files that Ostinato can recreate, and who may write there."""
+"""Where files are written: those that users name, and the cache of what can be made again."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 
 from ostinato.errors import ConfigError
+
+
+def check_writable(path: Path) -> None:
+    """Raise now, not after minutes of work, if ``path`` cannot become a file."""
+    directory = path.absolute().parent
+    if not directory.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no directory {directory}")
+    if path.is_dir():
+        raise ConfigError(f"{path} cannot be written: it is a directory; name a file in it")
+    if not os.access(path if path.exists() else directory, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: permission denied")
+
+
+@contextmanager
+def writing(path: str | PathLike[str]) -> Iterator[None]:
+    """Say which file it was that the code inside could not write."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def cache_directory() -> Path:

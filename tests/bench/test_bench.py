@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from pathlib import Path
@@ -422,3 +423,13 @@ def test_only_results_of_decode_are_drawn(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="is not a result of `ostinato bench decode`"):
         plot.draw_file(path, tmp_path / "picture.png")
     assert not (tmp_path / "picture.png").exists()
+
+
+@pytest.mark.parametrize("damage", [{"bandwidth": 3}, {"machine": {}}, {"rows": [{"tpot_ms": 3}]}])
+def test_damaged_results_are_not_drawn(tmp_path: Path, damage: dict[str, Any]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "result.json"
+    whole = result(b1={"tpot_ms": {"ostinato": 0.8}, "floor_ms": 0.5})
+    path.write_text(json.dumps({**whole, **damage}))
+    with pytest.raises(ConfigError, match=r"is a damaged result: (Key|Type)Error.*measure again"):
+        plot.draw_file(path, tmp_path / "picture.png")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -301,7 +302,7 @@ ERRORS: list[tuple[list[str], str]] = [
     ([*DECODE, "--max-num-seqs", "1"], "ConfigError: max_num_seqs 1 is too small for this measure"),
     ([*DECODE, "--max-model-len", "22"], "ConfigError: max_model_len 22 is too small for"),
     ([*DECODE, "--profile", "t.txt"], "ConfigError: a Chrome trace is a .json or .json.gz file, "),
-    ([*DECODE, "--profile", "/no/t.json"], "ConfigError: the directory for the trace does not "),
+    ([*DECODE, "--profile", "/no/t.json"], "ConfigError: /no/t.json cannot be written: there is "),
     (
         [*DECODE, "--profile-batch", "2"],
         "ConfigError: no trace file for profiling batches [2]; give ",
@@ -337,7 +338,17 @@ ERRORS: list[tuple[list[str], str]] = [
     (["bench", "sampling", "--device", "tpu"], "ConfigError: unknown device 'tpu'; choose auto, "),
     (["report", "none.json"], "ConfigError: none.json cannot be read: No such file"),
     (["report", "a.html"], "ConfigError: the page would replace a.html; choose another file"),
-    (["generate", "1", *TINY, "--report", "no/run.json"], "ConfigError: --report no/run.json: "),
+    (
+        ["generate", "1", *TINY, "--report", "no/run.json"],
+        "ConfigError: no/run.json cannot be written: there is no directory ",
+    ),
+    (["generate", "1", *TINY, "--report", "/"], "ConfigError: / cannot be written: it is a dir"),
+    (["bench", "core", "--output", "no/x.json"], "ConfigError: no/x.json cannot be written: "),
+    ([*DECODE, "--output", "/"], "ConfigError: / cannot be written: it is a directory"),
+    (
+        ["plan", "graphs", *TINY, "--trace", "none", "--save-costs", "no/costs.json"],
+        "ConfigError: no/costs.json cannot be written: there is no directory",
+    ),
     (["bench", "capture", *TINY, "--modes", "FULL,HALF"], "ConfigError: unknown graph mode 'HALF'"),
 ]
 
@@ -355,6 +366,40 @@ def test_errors_are_one_line(
     assert result.err.count("\n") == 1
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a disk without space")
+def test_a_full_disk_loses_no_result(ostinato: Run) -> None:
+    result = ostinato("plan", "parallel", "--gpus", "2", "--json", "--output", "/dev/full")
+    assert result.exit_code == 1
+    assert json.loads(result.out)["model"] == "llama-3.1-8b"
+    assert result.err == "ConfigError: /dev/full cannot be written: No space left on device\n"
+
+
+def test_a_page_does_not_replace_its_report(
+    ostinato: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = ostinato("report", "run.json", "-o", str(tmp_path / "run.json"))
+    assert result.err.startswith("ConfigError: the page would replace run.json; ")
+
+
+def test_brackets_in_values_are_printed(ostinato: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich takes ``[cpu]`` for markup: doctor told users to install 'ostinato'."""
+    from ostinato import doctor
+
+    advice = "pip install 'ostinato[cpu]'"
+    graphs = {"attention": "[torch]", "batches": []}
+    found = {
+        "environment": {"cache": "/home/[me]/cache"},
+        "fast_paths": [{"name": "kernels", "on": False, "why": advice}],
+        "private_names": {"found": 1, "missing": [{"path": "torch._x", "without": "[bold]"}]},
+        "graphs": graphs,
+    }
+    monkeypatch.setattr(doctor, "examine", lambda config: found)
+    shown = ostinato("doctor").out
+    for text in (advice, "/home/[me]/cache", "[bold]", "[torch]"):
+        assert text in shown
+
+
 @pytest.mark.slow
 def test_errors_of_the_installed_command() -> None:
     """In a separate process: one line, exit code 1, no traceback."""
@@ -366,6 +411,51 @@ def test_errors_of_the_installed_command() -> None:
         "BatchError: num_tokens is 1 and num_reqs is 2, but every request has at least one token; "
         "use 1 <= num_reqs <= num_tokens\n"
     )
+
+
+@pytest.mark.slow
+def test_any_locale_and_closed_streams() -> None:
+    """The help has an ellipsis and a box, which an ASCII terminal does not; torch reads some of its
+    own files in the encoding of the locale.
+    """
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for command in (["generate", "--help"], ["doctor"], ["plan", "parallel", "--gpus", "2"]):
+        done = run_command(*command, env=ascii_only)
+        assert (done.returncode, done.stderr) == (0, ""), command
+    command = f"exec {sys.executable} -m ostinato generate 1,2 {' '.join(TINY)} >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a disk without space")
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["--version"], ["explain", "--tokens", "2", "--reqs", "2"]])
+def test_output_to_a_full_disk(command: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = run_command(*command, stdout=full)
+    message = "ostinato: stdout cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, message)
+
+
+def run_command(
+    *arguments: str, env: dict[str, str] | None = None, stdout: Any = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ostinato", *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(env or {})},
+        check=False,
+    )
+
+
+def test_names_are_whole_on_narrow_terminals(
+    ostinato: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    shown = ostinato(*EXPLAIN).out
+    assert "FULL_AND_PIE" in shown
+    assert "…" not in shown
 
 
 def test_errors_that_are_not_ours_are_not_hidden(

@@ -352,6 +352,8 @@ def test_measured_times() -> None:
         result(rows=[{"mode": "FULL"}]),
         result(rows=None),
         result(context="many"),
+        result(context=float("inf")),
+        result(machine=7),
         result(rows=[result()["rows"][0] | {"kind": "mixed"}]),
         result(rows=[result()["rows"][0] | {"base_ms": None}]),
         result(rows=[result()["rows"][0] | {"shift_ms": float("nan")}]),

@@ -20,6 +20,7 @@ from ostinato import (
     AsyncLLM,
     ClosedError,
     CompletionOutput,
+    ConcurrentUseError,
     ConfigError,
     EngineFailedError,
     RequestError,
@@ -208,7 +209,39 @@ def leave_by_cancelling(served: AsyncLLM) -> Coroutine[Any, Any, None]:
     return leave()
 
 
-@pytest.mark.parametrize("leave", [leave_by_break, leave_by_closing, leave_by_cancelling])
+def leave_by_closing_in_another_task(served: AsyncLLM) -> Coroutine[Any, Any, None]:
+    """At every moment: while the prompt is read, while the request starts, while tokens come."""
+
+    async def leave() -> None:
+        for num_turns in range(8):
+            stream = served.stream([5, 6], LONG)
+            reading = asyncio.create_task(numbers_of_tokens(stream))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            await stream.aclose()
+            assert sum(await reading) < 100
+        stream, has_begun = served.stream([5, 6], LONG), asyncio.Event()
+        reading = asyncio.create_task(numbers_of_tokens(stream, has_begun))
+        await has_begun.wait()
+        await stream.aclose()
+        assert 0 < sum(await reading) < 100
+
+    return leave()
+
+
+async def numbers_of_tokens(stream: Any, has_begun: asyncio.Event | None = None) -> list[int]:
+    numbers = []
+    async for delta in stream:
+        numbers.append(len(delta.token_ids))
+        if has_begun is not None:
+            has_begun.set()
+    return numbers
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [leave_by_break, leave_by_closing, leave_by_cancelling, leave_by_closing_in_another_task],
+)
 def test_leaving_frees_all_blocks(
     served: AsyncLLM, leave: Callable[[AsyncLLM], Coroutine[Any, Any, None]]
 ) -> None:
@@ -282,6 +315,46 @@ def test_the_loop_goes_on_while_the_engine_is_in_a_step(served: AsyncLLM) -> Non
         assert len((await waiting).outputs[0].token_ids) == 12
 
     run(ask())
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (ValueError("no"), ValueError),
+        (type("PanicException", (BaseException,), {})("of Rust code"), BaseException),
+        (GeneratorExit(), GeneratorExit),
+        (asyncio.CancelledError(), asyncio.CancelledError),
+        (StopIteration("over"), RuntimeError),
+    ],
+    ids=lambda each: getattr(each, "__name__", type(each).__name__),
+)
+def test_what_a_call_raises_reaches_its_caller_alone(
+    served: AsyncLLM, raised: BaseException, seen: type[BaseException]
+) -> None:
+    def fail(_: LLM) -> None:
+        raise raised
+
+    async def ask() -> None:
+        other = asyncio.create_task(served.generate([1, 2], GREEDY))
+        failed = await asyncio.gather(served.call(fail), return_exceptions=True)
+        assert isinstance(failed[0], seen)
+        assert len((await other).outputs[0].token_ids) == 12
+        assert len((await served.generate([1, 2], GREEDY)).outputs[0].token_ids) == 12
+
+    run(ask())
+
+
+def test_an_observer_that_fails_is_logged(
+    served: AsyncLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    def observe(_: object) -> None:
+        raise ValueError("the disk of the log is full")
+
+    served.observe(observe)
+    for _ in range(2):
+        assert len(run(served.generate([1, 2], GREEDY)).outputs[0].token_ids) == 12
+    served._thread.observers.remove(observe)
+    assert [each.getMessage() for each in caplog.records] == ["an observer of requests failed"] * 2
 
 
 def test_bad_requests_fail_alone(served: AsyncLLM) -> None:
@@ -496,6 +569,31 @@ def test_a_request_whose_text_cannot_be_decoded_fails_alone(paths: tuple[str, st
 
     with AsyncLLM(paths[0], **OPTIONS) as served:
         run(ask(served))
+
+
+def test_a_stream_has_one_reader(served: AsyncLLM) -> None:
+    """The second would have waited for ever for the end that the first one got."""
+
+    async def read_twice() -> None:
+        stream = served.stream([5, 6], GREEDY)
+        readers = (numbers_of_tokens(stream), numbers_of_tokens(stream))
+        first, second = await asyncio.gather(*readers, return_exceptions=True)
+        assert sum(first) == 12  # type: ignore[arg-type]
+        assert isinstance(second, ConcurrentUseError)
+        assert "two tasks read one stream" in str(second)
+
+    run(read_twice())
+
+
+def test_a_stream_stays_in_its_loop(served: AsyncLLM) -> None:
+    async def read() -> None:
+        async with served.stream([5, 6], LONG) as stream:
+            await anext(stream)
+            with pytest.raises(ConcurrentUseError, match="in another event loop"):
+                await asyncio.to_thread(run, numbers_of_tokens(stream))
+            assert isinstance(await anext(stream), TextDelta)
+
+    run(read())
 
 
 @pytest.mark.slow

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.errors import ConfigError
+from ostinato.paths import check_writable, writing
 
 _SUFFIXES = (".png", ".svg", ".pdf")
+# What a value that is missing, or of another type, leads to.
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 # By name, so that a subject looks the same in every plot.
 _STYLES = {
     "ostinato": ("Ostinato", "#c8102e", "o"),
@@ -30,16 +33,30 @@ def draw_file(result: Path, out: Path) -> None:
         results = json.loads(result.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read a result from {str(result)!r}: {error}") from error
+    try:
+        figure = _draw_any(results)
+        if figure is None:
+            raise ConfigError(
+                f"{str(result)!r} is not a result of `ostinato bench decode`, `throughput` or "
+                "`serve`"
+            )
+        with writing(out):
+            figure.savefig(out, dpi=160, bbox_inches="tight")
+    except ConfigError:
+        raise
+    except _DAMAGED as error:
+        raise ConfigError(
+            f"{str(result)!r} is a damaged result: {type(error).__name__}: {error}; measure again"
+        ) from error
+
+
+def _draw_any(results: Any) -> Any:
     rows = results.get("rows") if isinstance(results, dict) else None
     if rows and all("output_tokens_per_s" in row for row in rows):
-        figure = draw_throughput(results)
-    elif rows and all("tpot_ms" in row for row in rows):
-        figure = draw(results)
-    else:
-        raise ConfigError(
-            f"{str(result)!r} is not a result of `ostinato bench decode`, `throughput` or `serve`"
-        )
-    figure.savefig(out, dpi=160, bbox_inches="tight")
+        return draw_throughput(results)
+    if rows and all("tpot_ms" in row for row in rows):
+        return draw(results)
+    return None
 
 
 def draw(results: dict[str, Any]) -> Any:
@@ -92,8 +109,7 @@ def check_plot_file(path: Path) -> None:
     """Raise early if a plot cannot be written to ``path``."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"a plot must be one of {', '.join(_SUFFIXES)}, got {path.name!r}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"the directory for the plot does not exist: {str(path.parent)!r}")
+    check_writable(path)
 
 
 def matplotlib_module(module: str) -> Any:

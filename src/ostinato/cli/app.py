@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import sys
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from ostinato.cli import doctor, model, plan, report, serve, verify
 from ostinato.cli.bench.app import app as bench_app
+from ostinato.cli.console import console
 from ostinato.errors import OstinatoError
 
 
@@ -25,8 +27,13 @@ class _App(typer.Typer):
             # be searched and copied.
             name, message = type(error).__name__, " ".join(str(error).splitlines())
             line = Text.assemble((f"{name}:", "red"), f" {message}")
-            Console(stderr=True).print(line, soft_wrap=True, highlight=False)
+            console(stderr=True).print(line, soft_wrap=True, highlight=False)
             sys.exit(1)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or error.filename is not None:
+                raise
+            sys.stdout = io.StringIO()  # or Python fails at its end, flushing the rest
+            sys.exit(f"ostinato: stdout cannot be written: {error.strerror}")
 
 
 app = _App(
@@ -64,4 +71,4 @@ def _print_version() -> None:
     """Print the version."""
     from ostinato import __version__
 
-    Console().print(__version__, highlight=False)
+    console().print(__version__, highlight=False)

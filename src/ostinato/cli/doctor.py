@@ -7,10 +7,11 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from ostinato.cli import options
+from ostinato.cli.console import console
 from ostinato.config import EngineConfig
 
 
@@ -26,31 +27,37 @@ def doctor(*, config: EngineConfig, as_json: options.Json = False) -> None:
     if as_json:
         sys.stdout.write(json.dumps(found) + "\n")
         return
-    console = Console()
-    environment = Table(title="Environment", show_header=False, title_justify="left")
+    out = console()
+    folded = Column(overflow="fold")  # nothing is cut off, however narrow the terminal
+    environment = Table("", folded, title="Environment", show_header=False, title_justify="left")
     for name, value in found["environment"].items():
         environment.add_row(name, value)
     paths = Table("", "", "", title="Fast paths", show_header=False, title_justify="left")
     for path in found["fast_paths"]:
-        paths.add_row(path["name"], "[green]on" if path["on"] else "[yellow]off", path["why"])
-    console.print(environment, paths)
+        paths.add_row(
+            path["name"], Text("on", "green") if path["on"] else Text("off", "yellow"), path["why"]
+        )
+    out.print(environment, paths)
     names = found["private_names"]
     missing = names["missing"]
-    console.print(
+    out.print(
         f"Private names of torch, Triton and transformers: {names['found']} found, "
         f"{len(missing)} missing."
     )
     if missing:
-        table = Table("missing", "so", title_justify="left")
+        table = Table(Column("missing", overflow="fold"), "so", title_justify="left")
         for name in missing:
             table.add_row(name["path"], name["without"])
-        console.print(table)
-    console.print(*_graph_tables(found["graphs"]))
+        out.print(table)
+    out.print(*_graph_tables(found["graphs"]))
 
 
 def _graph_tables(graphs: dict[str, Any]) -> tuple[Table, Table]:
     batches = graphs.pop("batches", ())
-    plan = Table(title="What would be captured", show_header=False, title_justify="left")
+    folded = Column(overflow="fold")  # nothing is cut off, however narrow the terminal
+    plan = Table(
+        "", folded, title="What would be captured", show_header=False, title_justify="left"
+    )
     for name, value in graphs.items():
         plan.add_row(
             name.replace("_", " "),
@@ -59,5 +66,5 @@ def _graph_tables(graphs: dict[str, Any]) -> tuple[Table, Table]:
     runs = Table("", "", "", title="How batches would run", show_header=False, title_justify="left")
     for each in batches:
         colour = "yellow" if each["eager"] else "green"
-        runs.add_row(each["batch"], f"[{colour}]{each['runs']}", each["reason"])
+        runs.add_row(each["batch"], Text(each["runs"], colour), each["reason"])
     return plan, runs

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ostinato.cli import options
-from ostinato.cli.report import RunFile, check_run_file, write_run_file
+from ostinato.cli.console import console
+from ostinato.cli.report import RunFile, write_run_file
 from ostinato.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def generate(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    check_run_file(report)
     if adapter is not None:
         config = replace(config, enable_lora=True)
     with _open(config, quiet=quiet or as_json) as llm:
@@ -113,13 +112,13 @@ def capture(
         table.add_column(column, justify="left" if column == "phase" else "right")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    console = Console()
-    console.print(table)
-    console.print(f"memory estimated: {memory.estimated}")
-    console.print(f"memory taken:     {memory.taken}")
+    out = console()
+    out.print(table)
+    out.print(f"memory estimated: {memory.estimated}")
+    out.print(f"memory taken:     {memory.taken}")
     for kind, sizes in (("decode", memory.dropped_decode), ("mixed", memory.dropped_mixed)):
         if sizes:
-            console.print(f"left out, by graph_memory: {kind} sizes {_cell(list(sizes))}")
+            out.print(f"left out, by graph_memory: {kind} sizes {_cell(list(sizes))}")
 
 
 @options.takes_model(only=options.OF_PLANS)
@@ -149,10 +148,10 @@ def explain(
     if as_json:
         sys.stdout.write(json.dumps(explanation) + "\n")
         return
-    table = Table(show_header=False)
+    table = Table("", Column(overflow="fold"), show_header=False)
     for name, value in explanation.items():
         table.add_row(name.replace("_", " "), _cell(value))
-    Console().print(table)
+    console().print(table)
 
 
 @options.takes_model(
@@ -174,7 +173,7 @@ def tune(
     table = Table("GEMM", "choice", title=f"{len(choices)} kinds of GEMMs")
     for key, choice in choices.items():
         table.add_row(key, choice)
-    Console().print(table)
+    console().print(table)
 
 
 @contextmanager

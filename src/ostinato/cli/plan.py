@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ostinato.cli import options
+from ostinato.cli.console import console
 from ostinato.cli.layouts import Layouts, parse_layouts
-from ostinato.cli.results import write_results
+from ostinato.cli.results import Output, output_file, write_results
 from ostinato.cli.tables import parallel_tables
 from ostinato.config import EngineConfig
 from ostinato.config.memory_size import parse_bytes
@@ -42,7 +42,9 @@ def graphs(
     costs: Annotated[
         Path | None, typer.Option(help="Measured costs of steps. Default: measure the model.")
     ] = None,
-    save_costs: Annotated[Path | None, typer.Option(help="Write the measured costs here.")] = None,
+    save_costs: Annotated[
+        Path | None, output_file("--save-costs", help_text="Write the measured costs here.")
+    ] = None,
     max_graphs: Annotated[int | None, typer.Option(help="Most graphs, of both kinds.")] = None,
     max_seconds: Annotated[float | None, typer.Option(help="Most time to capture them.")] = None,
     max_memory: Annotated[
@@ -50,12 +52,12 @@ def graphs(
     ] = None,
     config: EngineConfig,
     as_json: options.Json = False,
-    output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    output: Output = None,
 ) -> None:
     """Choose the sizes to capture: the fastest for observed requests within limits."""
     from ostinato.graphs.policy.choose_sizes import GraphLimits
     from ostinato.planner.graphs.observed import read_shapes, shapes_of_trace
-    from ostinato.planner.graphs.plan import as_flags, plan_graphs
+    from ostinato.planner.graphs.plan import plan_graphs
     from ostinato.planner.graphs.step_costs import StepCosts
     from ostinato.planner.graphs.trace import read_trace
 
@@ -79,19 +81,23 @@ def graphs(
     shapes = shapes_of_trace(requests, measured) if requests is not None else known
     assert shapes is not None, "one of the two was given"
     results = plan_graphs(shapes, measured, limits)
-    if write_results(results, as_json=as_json, output=output):
-        return
+    write_results(results, as_json=as_json, output=output, show=lambda: _show_plan(results))
+
+
+def _show_plan(results: dict[str, Any]) -> None:
+    from ostinato.planner.graphs.plan import as_flags
+
     table = Table("", "planned", "default", title=f"{results['steps']:,} steps")
     planned, default = results["planned"], results["default"]
     for name in ("graphs", "bytes", "capture_seconds", "ms_per_step"):
         table.add_row(name.replace("_", " "), f"{planned[name]:,.4g}", f"{default[name]:,.4g}")
-    console = Console()
-    console.print(table)
+    out = console()
+    out.print(table)
     gain = results["gain"]
     compared = f"{abs(gain):.2%} {'more' if gain < 0 else 'less'} time per step"
-    console.print(f"{compared} than with the default sizes")
+    out.print(f"{compared} than with the default sizes")
     for flag in as_flags(planned["sizes"]):
-        console.print(flag, soft_wrap=True)
+        out.print(flag, soft_wrap=True)
 
 
 def _measured(config: EngineConfig) -> StepCosts:
@@ -139,7 +145,7 @@ def parallel(
         str | None, typer.Option(help="Layout to plot. Default: most GPUs, then most SP.")
     ] = None,
     as_json: options.Json = False,
-    output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    output: Output = None,
 ) -> None:
     """Predict step times, thresholds and the best layout of TP, SP and shift on several GPUs."""
     from ostinato.bench.layouts.plot import draw_into
@@ -168,8 +174,10 @@ def parallel(
     )
     if plot is not None:
         draw_into(results, plot, drawn[0] if drawn else None)
-    if write_results(results, as_json=as_json, output=output):
-        return
-    console = Console()
-    for part in parallel_tables.plan_tables(results):
-        console.print(part)
+
+    def show() -> None:
+        out = console()
+        for part in parallel_tables.plan_tables(results):
+            out.print(part)
+
+    write_results(results, as_json=as_json, output=output, show=show)

@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from ostinato.cli.console import console
+from ostinato.cli.results import output_file
 from ostinato.errors import ConfigError
+from ostinato.paths import writing
 
 if TYPE_CHECKING:
     from ostinato.llm import LLM
 
 RunFile = Annotated[
     Path | None,
-    typer.Option("--report", help="Write a report of the run to this file, as JSON."),
+    output_file("--report", help_text="Write a report of the run to this file, as JSON."),
 ]
 
 
@@ -31,20 +33,12 @@ def report(
     from ostinato.report.run_file import read_report
 
     page = run.with_suffix(".html") if output is None else output
-    if page == run:
+    if page.resolve() == run.resolve():
         raise ConfigError(f"the page would replace {run}; choose another file with --output")
     text = report_page(read_report(run))
-    try:
+    with writing(page):
         page.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{page} cannot be written: {error.strerror or error}") from None
-    Console().print(f"{page}: {len(text.encode()):,} bytes", highlight=False, soft_wrap=True)
-
-
-def check_run_file(path: Path | None) -> None:
-    """Raise before a long run if its report could not be written."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ConfigError(f"--report {path}: there is no directory {path.absolute().parent}")
+    console().print(f"{page}: {len(text.encode()):,} bytes", highlight=False, soft_wrap=True)
 
 
 def write_run_file(llm: LLM, path: Path | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -46,7 +47,7 @@ def serve(
     key = server.api_key
     if key is None:
         key = os.environ.get("OSTINATO_API_KEY")  # an empty one is refused: a secret was meant
-    adapters = dict(_named(each) for each in adapter or ())
+    adapters = _adapters(adapter or ())
     extra: dict[str, Any] = {"task": task, "show_progress": not quiet}
     if adapters:
         extra["enable_lora"] = True
@@ -70,6 +71,17 @@ def _checked(replicas: int | None, ray: bool) -> int:
             "copies of the model on the GPUs of this machine"
         )
     return replicas or 1
+
+
+def _adapters(given: Sequence[str]) -> dict[str, str]:
+    adapters: dict[str, str] = {}
+    for name, path in map(_named, given):
+        if adapters.setdefault(name, path) != path:
+            raise ConfigError(
+                f"--adapter gives {shown(name)} two directories, {shown(adapters[name])} and "
+                f"{shown(path)}; choose another name for one of them"
+            )
+    return adapters
 
 
 def _named(text: str) -> tuple[str, str]:

@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from ostinato.cli import options
+from ostinato.cli.console import console
 from ostinato.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ def verify(
         }
         sys.stdout.write(json.dumps(found) + "\n")
     else:
-        console = Console()
-        console.print(
+        out = console()
+        out.print(
             f"{report.num_compared} comparisons with eager, {len(mismatches)} mismatches, "
             f"{report.num_inexact} with eager runs that do not repeat themselves."
         )
         for each in report.mismatches:
-            console.print(str(each), soft_wrap=True, highlight=False)
+            out.print(str(each), soft_wrap=True, highlight=False)
     if mismatches:
         raise typer.Exit(1)
 
@@ -75,12 +75,13 @@ def _self_test(config: EngineConfig, *, as_json: bool) -> None:
         ]
         sys.stdout.write(json.dumps(rows) + "\n")
     else:
-        console = Console()
+        out = console()
         for each in results:
             found = str(each.mismatches[0]) if each.mismatches else "nothing was found"
-            passed = "[green]named[/]" if each.passed else "[red]missed[/]"
-            console.print(f"{passed}  {each.fault}, {each.mode}", highlight=False)
-            console.print(Text(f"       {found}"), soft_wrap=True, highlight=False)
+            passed = ("named", "green") if each.passed else ("missed", "red")
+            line = Text.assemble(passed, f"  {each.fault}, {each.mode}")
+            out.print(line, highlight=False)
+            out.print(Text(f"       {found}"), soft_wrap=True, highlight=False)
     if not all(each.passed for each in results):
         raise typer.Exit(1)
 

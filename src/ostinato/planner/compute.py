@@ -154,7 +154,8 @@ class Measured:
             self.context = int(result["context"])
             self._points = _points(result["rows"])
             self._spread = _spread_points(result.get("expert_parallel", []))
-        except (AttributeError, KeyError, TypeError, ValueError):
+            self.machine = dict(result.get("machine", {}))
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             raise ConfigError(f"{name} is not a result of `ostinato bench parallel`") from None
         if not self._points:
             raise ConfigError(f"{name} has no measurements")

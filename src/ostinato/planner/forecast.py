@@ -144,11 +144,12 @@ def _subject(question: Question, measured: Measured | None) -> tuple[str, str]:
         ):
             if value is not None:
                 raise ConfigError(f"{name} has no effect with --from; omit it")
-        return measured.model, measured.dtype
-    dtype = question.dtype or DTYPE
+        model, dtype = measured.model, measured.dtype
+    else:
+        model, dtype = question.model or MODEL, question.dtype or DTYPE
     if dtype not in _ITEMSIZES:
         raise ConfigError(f"unknown dtype {dtype!r}; choose {', '.join(_ITEMSIZES)}")
-    return question.model or MODEL, dtype
+    return model, dtype
 
 
 def _layouts(
@@ -205,7 +206,7 @@ def _roofline(question: Question, config: DecoderConfig, dtype: str) -> tuple[Co
 
 
 def _about_measured(result: Any, measured: Measured) -> list[str]:
-    machine = result.get("machine", {})
+    machine = measured.machine
     where = machine.get("gpu") or machine.get("cpu") or "an unknown machine"
     return [
         f"compute: measured on {where}, torch {machine.get('torch')}, {machine.get('date')}, by "

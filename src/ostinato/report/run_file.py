@@ -11,6 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ostinato.errors import ConfigError
+from ostinato.paths import writing
 from ostinato.quoting import shown
 from ostinato.report.records import RunReport
 
@@ -28,7 +29,8 @@ def report_text(report: RunReport) -> str:
 
 def write_report(report: RunReport, path: str | PathLike[str]) -> None:
     """Write ``report`` to the file ``path``, which is replaced."""
-    Path(path).write_text(report_text(report) + "\n", encoding="utf-8")
+    with writing(path):
+        Path(path).write_text(report_text(report) + "\n", encoding="utf-8")
 
 
 def read_report(path: str | PathLike[str]) -> RunReport:

@@ -87,6 +87,11 @@ class AsyncLLM(Owner):
         return self._thread.failure
 
     @property
+    def is_closed(self) -> bool:
+        """Whether ``close()`` or ``aclose()`` was called."""
+        return not self._end.alive
+
+    @property
     def takes_images(self) -> bool:
         """Whether prompts may have images."""
         return self.task == "generate" and self._thread.llm.engine.images.are_taken

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from ostinato.errors import ConcurrentUseError
 from ostinato.outputs import CompletionOutput, RequestOutput, TextDelta
 from ostinato.serving.engine_thread import EngineThread
 from ostinato.serving.running_request import RunningRequest
@@ -29,16 +31,22 @@ class AsyncStream:
         self._prepare = prepare
         self._request: RunningRequest | None = None
         self._ended = False
+        self._busy = False
 
     async def start(self) -> None:
         """Read and check the request, and hand it to the engine. Raises what is wrong with it."""
-        if self._request is None and not self._ended:
+        self._begin_use()
+        try:
             await self._start()
+        finally:
+            self._busy = False
 
     async def _start(self) -> None:
+        if self._request is not None or self._ended:
+            return
         request = await self._prepare()
-        if self._ended:
-            return  # closed by another task in the meantime
+        if self._is_over:
+            return  # closed in the meantime
         self._thread.start(request)
         self._request = request
         try:
@@ -49,6 +57,10 @@ class AsyncStream:
         except BaseException:
             self._ended = True
             raise
+
+    @property
+    def _is_over(self) -> bool:
+        return self._ended
 
     @property
     def output(self) -> RequestOutput:
@@ -86,22 +98,46 @@ class AsyncStream:
             return output
 
     async def _next(self) -> TextDelta | CompletionOutput:
-        await self.start()
-        if self._ended or self._request is None:
-            raise StopAsyncIteration
+        self._begin_use()
         try:
-            item = await self._request.queue.get()
-        except BaseException:
-            await self.aclose()
-            raise
+            await self._start()
+            if self._ended or self._request is None:
+                raise StopAsyncIteration
+            try:
+                item = await self._request.queue.get()
+            except BaseException:
+                self._abort()
+                raise
+        finally:
+            self._busy = False
         if item is None:
             self._ended = True
             raise StopAsyncIteration
         return item
 
+    def _begin_use(self) -> None:
+        """Refuse a second reader, which would wait for ever or miss what the first one gets."""
+        if self._busy:
+            raise ConcurrentUseError(
+                "two tasks read one stream at the same time; give each its own, from another call "
+                "of AsyncLLM.stream(), or pass the deltas on in one task"
+            )
+        if self._request is not None and not self._request.queue.is_of_running_loop:
+            raise ConcurrentUseError(
+                "a stream is read in another event loop than the one that started it; read it there"
+            )
+        self._busy = True
+
     async def aclose(self) -> None:
-        """Abort the request, if it has not ended. Waits for nothing; closing twice is harmless."""
+        """Abort the request, if it has not ended. Waits for nothing; closing twice is harmless.
+
+        Another task that reads the stream meets its end.
+        """
         self._abort()
+        if self._busy and self._request is not None:
+            queue = self._request.queue
+            with suppress(RuntimeError):  # its loop is closed, and the reader gone with it
+                queue.loop.call_soon_threadsafe(queue.end)
 
     def _abort(self) -> None:
         if not self._ended:

@@ -100,7 +100,7 @@ class EngineThread:
         def run() -> None:
             try:
                 result = function(self.llm)
-            except Exception as error:
+            except BaseException as error:  # a panic from Rust, or sys.exit(): its caller waits
                 self._outbox.post_error(future, error)
             else:
                 self._outbox.post_result(future, result)
@@ -247,7 +247,7 @@ class EngineThread:
     def _start(self, request: RunningRequest) -> None:
         try:
             completions = request.begin(self.llm.engine)
-        except Exception as error:  # whatever is wrong with it, the others go on
+        except BaseException as error:  # whatever is wrong with it, the others go on
             self._outbox.post_error(request.started, error)
             return
         self._requests[request] = self._to_start[request] = None
@@ -278,8 +278,8 @@ class EngineThread:
         for observe in self.observers:
             try:
                 observe(record)
-            except Exception:  # the request has ended well, and the others go on
-                _log.exception("an observer of requests raised an error")
+            except Exception:  # the request has its answer, and the others go on
+                _log.exception("an observer of requests failed")
 
     @property
     def requests(self) -> list[RunningRequest]:

@@ -405,7 +405,7 @@ def test_plan_tables_of_one_layout() -> None:
         (["--dtype", "int4"], "unknown dtype 'int4'; choose bfloat16"),
         (["--model", "giant"], "unknown model shape 'giant'"),
         (["--plot", "picture.gif"], "a plot must be one of .png, .svg, .pdf, got 'picture.gif'"),
-        (["--plot", "nowhere/p.png"], "the directory for the plot does not exist: 'nowhere'"),
+        (["--plot", "nowhere/p.png"], "nowhere/p.png cannot be written: there is no directory"),
         (["--plot-layout", "2x1"], "--plot-layout needs --plot"),
     ],
 )
@@ -436,12 +436,17 @@ def test_plan_refuses_beside_a_measurement(
     assert message in answer.err
 
 
-def test_plan_reads_only_results_of_bench_parallel(ostinato: Run, tmp_path: Path) -> None:
+def test_plan_reads_only_results_of_bench_parallel(
+    ostinato: Run, file: str, tmp_path: Path
+) -> None:
     path = tmp_path / "other.json"
     path.write_text('{"rows": [{"tpot_ms": {}}]}')
     answer = ostinato("plan", "parallel", "--from", str(path))
     assert answer.exit_code == 1
     assert "is not a result of `ostinato bench parallel`" in answer.err
+    damaged = {**json.loads(Path(file).read_text()), "dtype": "int3"}
+    path.write_text(json.dumps(damaged))
+    assert "unknown dtype 'int3'" in ostinato("plan", "parallel", "--from", str(path)).err
     path.write_text("not JSON")
     assert "cannot read a result" in ostinato("plan", "parallel", "--from", str(path)).err
 

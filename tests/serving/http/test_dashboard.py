@@ -136,3 +136,19 @@ def test_a_phone(page: Any, url: str, scheme: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert ground == {"light": "rgb(245, 243, 239)", "dark": "rgb(21, 19, 17)"}[scheme]
+
+
+def test_long_names_fit_on_a_phone(page: Any, url: str) -> None:
+    """A model that is served by its path, with an adapter: both are in the list of models."""
+
+    def with_long_names(route: Any) -> None:
+        answer = route.fetch()
+        names = {"model": "/models/" + "m" * 200, "adapters": ["a" * 200]}
+        route.fulfill(response=answer, json={**answer.json(), **names})
+
+    page.route("**/dashboard/data", with_long_names)
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.goto(url)
+    page.locator("#which:visible").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    page.unroute_all(behavior="wait")

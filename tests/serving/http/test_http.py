@@ -267,6 +267,17 @@ def test_head_is_get_without_the_body(client: httpx.Client, path: str) -> None:
     assert head.headers["content-length"] == got.headers["content-length"]
 
 
+def test_headers_have_a_limit(client: httpx.Client) -> None:
+    """Also those that come whole in one read, which the HTTP parser lets through."""
+    for path, headers in (
+        ("/health", {"X": "y" * 70_000}),
+        ("/" + "y" * 40_000, {"X": "y" * 40_000}),
+    ):
+        answer = client.get(path, headers=headers)
+        assert (answer.status_code, error_of(answer)["code"]) == (400, "headers_too_large")
+    assert client.get("/health", headers={"X": "y" * 50_000}).status_code == 200
+
+
 def test_health_version_and_no_cors(client: httpx.Client) -> None:
     health = client.get("/health", headers={"Origin": "http://elsewhere"})
     assert (health.status_code, health.json()) == (200, {"status": "ok"})
@@ -621,6 +632,15 @@ def test_a_failed_engine_is_not_healthy(paths: tuple[str, str]) -> None:
         assert "the device is gone" in error_of(health)["message"]
 
 
+@pytest.mark.slow
+def test_a_closed_engine_is_not_healthy(paths: tuple[str, str]) -> None:
+    with AsyncLLM(paths[0], **OPTIONS) as engine, http(engine) as client:
+        assert client.get("/health").status_code == 200
+        engine.close()
+        assert client.get("/health").status_code == 503
+        assert client.post("/v1/completions", json=ASK).status_code == 503
+
+
 # --- the command -------------------------------------------------------------------------------
 
 
@@ -717,6 +737,9 @@ def test_ray_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_refuses_bad_options() -> None:
     for arguments, message in (
         (["--adapter", "poet"], "--adapter takes NAME=DIRECTORY, got 'poet'"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "--adapter gives 'a' two directories, 'x' and"),
+        (["--request-timeout-s", "0"], "request_timeout_s is 0, in which no request is answered"),
+        (["--otlp-traces-endpoint", "x:4318"], "otlp_traces_endpoint must be an address such as"),
         (["--port", "70000"], "port must be an integer from 0 to 65535"),
         (["--task", "dance"], "task"),
         (["--replicas", "0", "--ray"], "--replicas must be at least 1, got 0"),

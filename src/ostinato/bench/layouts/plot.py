@@ -13,13 +13,16 @@ from typing import Any
 from ostinato.bench.plot import matplotlib_module
 from ostinato.errors import ConfigError
 from ostinato.parallel.layout import ParallelLayout
+from ostinato.paths import writing
 
 _KINDS = {"decode": "decode: one token per request", "prefill": "prefill: one prompt"}
 
 
 def draw_into(results: dict[str, Any], path: Path, layout: ParallelLayout | None) -> None:
     """Plot the ``results`` for ``layout`` (None: most GPUs, then most SP) to ``path``."""
-    draw(results, layout).savefig(path, dpi=160, bbox_inches="tight")
+    figure = draw(results, layout)
+    with writing(path):
+        figure.savefig(path, dpi=160, bbox_inches="tight")
 
 
 def draw(results: dict[str, Any], layout: ParallelLayout | None = None) -> Any:

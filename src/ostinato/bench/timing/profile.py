@@ -23,6 +23,7 @@ from ostinato.bench.timing.measure import synchronize
 from ostinato.engine.engine import Engine
 from ostinato.errors import ConfigError
 from ostinato.llm import LLM
+from ostinato.paths import check_writable
 from ostinato.sampling_params import SamplingParams
 
 _STEPS = 16
@@ -34,8 +35,7 @@ def check_path(path: Path) -> None:
     """Raise now, not after minutes of measuring, if traces cannot be written to ``path``."""
     if not path.name.endswith(_SUFFIXES):
         raise ConfigError(f"a Chrome trace is a .json or .json.gz file, got {path.name!r}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"the directory for the trace does not exist: {str(path.parent)!r}")
+    check_writable(path)
 
 
 def trace_path(path: Path, batch: int) -> Path:

@@ -11,7 +11,7 @@ import typer
 from ostinato.cli import options
 from ostinato.cli.bench.report import Output, report
 from ostinato.cli.extras import needs_extra
-from ostinato.cli.report import RunFile, check_run_file, write_run_file
+from ostinato.cli.report import RunFile, write_run_file
 from ostinato.cli.tables import bench_tables as tables
 from ostinato.cli.tables.serve_tables import serve_tables
 from ostinato.config import EngineConfig
@@ -46,7 +46,6 @@ def throughput(
     """Tokens per second and latency of many requests of different lengths."""
     from ostinato.bench.throughput import run
 
-    check_run_file(run_file)
     results = run(
         replace(config, show_progress=False),
         mixes=[name for name in mix.split(",") if name],

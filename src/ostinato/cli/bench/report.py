@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
+from ostinato.cli.console import console
+from ostinato.cli.results import Output as Output
 from ostinato.cli.results import write_results
 
 PromptLen = Annotated[int, typer.Option(help="Tokens in each prompt.")]
 NewTokens = Annotated[int, typer.Option(help="Tokens to measure over.")]
 Repeats = Annotated[int, typer.Option(help="Repetitions; medians are reported.")]
 Batches = Annotated[str, typer.Option(help="Batch sizes.")]
-Output = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
 
 
 def report(
@@ -25,12 +26,12 @@ def report(
     output: Path | None,
 ) -> None:
     """Write the results where requested; show their tables, unless JSON was printed."""
-    if write_results(results, as_json=as_json, output=output):
-        return
-    console = Console()
-    machine = results["machine"]
-    console.print(
-        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {machine['date']}"
-    )
-    for part in shown(results):
-        console.print(part)
+
+    def show() -> None:
+        out, machine = console(), results["machine"]
+        name = machine["gpu"] or machine["cpu"]
+        out.print(f"{name}, torch {machine['torch']}, {machine['date']}")
+        for part in shown(results):
+            out.print(part)
+
+    write_results(results, as_json=as_json, output=output, show=show)

@@ -16,6 +16,7 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.policy.descriptor import BatchDescriptor, Choice, Reason
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.sizes import check_positive_int
+from ostinato.paths import writing
 from ostinato.planner.communication import check_number
 from ostinato.quoting import shown
 
@@ -77,7 +78,8 @@ class StepCosts:
         check_number("pool_bytes_per_token", self.pool_bytes_per_token)
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        with writing(path):
+            path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> StepCosts:

@@ -18,6 +18,8 @@ from ostinato.serving.http.page import PAGE_PATHS
 OPEN_PATHS = frozenset({"/health", *PAGE_PATHS})
 
 _TOO_LARGE = "body_too_large"
+# h11 stops reading there, but it sees what is read at once, up to 256 KiB, as a whole.
+_MOST_HEADER_BYTES = 64 * 1024
 
 Count = Callable[[str, int], None]
 
@@ -73,6 +75,9 @@ class Guard:
             self._count(scope["path"], status)
 
     def _check(self, scope: Scope) -> None:
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        if size + len(scope["path"]) + len(scope["query_string"]) > _MOST_HEADER_BYTES:
+            raise ApiError(400, "the headers exceed 64 KiB", code="headers_too_large")
         headers = Headers(scope=scope)
         if self._key is not None and scope["path"] not in OPEN_PATHS:
             kind, _, key = headers.get("authorization", "").partition(" ")

@@ -52,7 +52,7 @@ def create_app(
         """Whether the engine takes requests."""
         if llm.failure is not None:
             raise ApiError(503, llm.failure, code="engine_failed")
-        if served.admission.is_closing:
+        if served.admission.is_closing or llm.is_closed:
             raise ApiError(503, "the server is shutting down; try another one", code="closing")
         return JSONResponse({"status": "ok"})
 

@@ -86,6 +86,16 @@ class ServerConfig:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be a number of seconds, got {shown(value)}")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                "otlp_traces_endpoint must be an address such as "
+                f"http://127.0.0.1:4318/v1/traces, got {shown(endpoint)}"
+            )
+        if not self.request_timeout_s:  # some programs take it for no limit
+            raise ConfigError(
+                "request_timeout_s is 0, in which no request is answered; give seconds"
+            )
 
     @property
     def is_exposed(self) -> bool:

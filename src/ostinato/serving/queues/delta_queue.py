@@ -25,6 +25,10 @@ class DeltaQueue(Generic[T]):
         self._ended = False
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def is_of_running_loop(self) -> bool:
+        return asyncio.get_running_loop() is self.loop
+
     def put(self, item: T) -> None:
         self._items.append(item)
         self._wake()

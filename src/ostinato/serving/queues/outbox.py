@@ -25,7 +25,7 @@ class Outbox:
         """Set a future of a loop, unless its caller is gone by then."""
         self.post(future.get_loop(), _set_result, (future, result))
 
-    def post_error(self, future: asyncio.Future[Any], error: Exception) -> None:
+    def post_error(self, future: asyncio.Future[Any], error: BaseException) -> None:
         """The same with an error."""
         self.post(future.get_loop(), _set_exception, (future, error))
 
@@ -52,10 +52,10 @@ def _set_result(to_set: tuple[asyncio.Future[Any], Any]) -> None:
         future.set_result(result)
 
 
-def _set_exception(to_set: tuple[asyncio.Future[Any], Exception]) -> None:
+def _set_exception(to_set: tuple[asyncio.Future[Any], BaseException]) -> None:
     future, error = to_set
-    if isinstance(error, StopIteration):  # no future takes it: it would end its caller silently
-        stopped, error = error, RuntimeError("the call raised StopIteration")
-        error.__cause__ = stopped
+    if isinstance(error, StopIteration):  # a future takes every error but this one
+        error, cause = RuntimeError(f"StopIteration was raised: {error}"), error
+        error.__cause__ = cause
     if not future.done():
         future.set_exception(error)

@@ -212,6 +212,12 @@ def test_embeddings(tmp_path_factory: pytest.TempPathFactory) -> None:
         assert answer.usage.total_tokens > 0
         with pytest.raises(openai.BadRequestError, match="dimensions must be an integer"):
             client.embeddings.create(model="bert", input="w1", dimensions=1000)
+        long = "w1 " * 100
+        with pytest.raises(openai.BadRequestError, match="or pass truncate=True"):
+            client.embeddings.create(model="bert", input=long)
+        # The error's advice holds here, too.
+        cut = client.embeddings.create(model="bert", input=long, extra_body={"truncate": True})
+        assert cut.data[0].embedding == llm.embed(long, truncate=True)[0].embedding.tolist()
         with pytest.raises(openai.BadRequestError, match="loaded to embed, not to generate"):
             client.completions.create(model="bert", prompt="w1")
 

@@ -219,6 +219,7 @@ class EmbeddingRequest(Body):
     input: str | Many[str] | Many[int] | Many[Many[int]]
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] | None = "float"
+    truncate: bool = False  # LLM.embed's
     user: str | None = None
 
     @field_validator("input", mode="before")

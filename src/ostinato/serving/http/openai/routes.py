@@ -134,7 +134,9 @@ async def _embed(served: Served, request: Request, body: EmbeddingRequest) -> Re
 
     async def embed() -> list[EmbeddingOutput]:
         async with time_limit(deadline, seconds):
-            return await served.llm.embed(body.input, dimensions=body.dimensions)
+            return await served.llm.embed(
+                body.input, dimensions=body.dimensions, truncate=body.truncate
+            )
 
     with served.admission.enter(1):
         outputs = await unless_gone(request, embed())
