@@ -344,19 +344,6 @@ def test_what_a_call_raises_reaches_its_caller_alone(
     run(ask())
 
 
-def test_an_observer_that_fails_is_logged(
-    served: AsyncLLM, caplog: pytest.LogCaptureFixture
-) -> None:
-    def observe(_: object) -> None:
-        raise ValueError("the disk of the log is full")
-
-    served.observe(observe)
-    for _ in range(2):
-        assert len(run(served.generate([1, 2], GREEDY)).outputs[0].token_ids) == 12
-    served._thread.observers.remove(observe)
-    assert [each.getMessage() for each in caplog.records] == ["an observer of requests failed"] * 2
-
-
 def test_bad_requests_fail_alone(served: AsyncLLM) -> None:
     async def ask() -> list[Any]:
         return await asyncio.gather(
@@ -421,7 +408,7 @@ def test_a_call_that_raises_stop_iteration(served: AsyncLLM) -> None:
         )
 
     stopped, three, answer = run(ask())
-    with pytest.raises(RuntimeError, match="the call raised StopIteration") as error:
+    with pytest.raises(RuntimeError, match="StopIteration was raised") as error:
         raise stopped
     assert isinstance(error.value.__cause__, StopIteration)
     assert three == 3
@@ -469,7 +456,7 @@ def test_an_observer_that_fails(served: AsyncLLM, caplog: pytest.LogCaptureFixtu
         assert len(run(ask())) == len(ended) == 3
     finally:
         served._thread.observers.clear()
-    assert "an observer of requests raised an error" in caplog.text
+    assert "an observer of requests failed" in caplog.text
     assert "ValueError: mine" in caplog.text
 
 
