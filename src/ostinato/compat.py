@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -231,6 +232,31 @@ def function_modes() -> list[Any]:
 def pop_dispatch_mode() -> None:
     """Take the innermost dispatch mode off this thread's stack, and do no more."""
     _pop_dispatch_mode(None)
+
+
+_mode_flags = [
+    _name(f"torch.utils._python_dispatch.{name}", **_modes)
+    for name in (
+        "_is_in_torch_dispatch_mode",
+        "_is_in_non_infra_torch_dispatch_mode",
+        "_is_in_any_mode_without_ignore_compile_internals",
+    )
+]
+_set_flag_of_compiler = _name(
+    "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals", **_modes
+)
+
+
+def reset_mode_flags() -> None:
+    """Note that no dispatch mode is on. Otherwise torch.compile leaves all functions alone."""
+    module: Any = sys.modules["torch.utils._python_dispatch"]
+    for flag in _mode_flags:
+        name = flag.path.rpartition(".")[2]
+        if hasattr(module, name):
+            setattr(module, name, False)
+    set_flag = _set_flag_of_compiler.find()
+    if set_flag is not None:
+        set_flag(False)
 
 
 generated_functions: list[Any] = [
@@ -524,6 +550,13 @@ compile_fx = _name(
     purpose="GraphConfig(compile=True) compiles the pieces of a model with inductor",
     without="only compile='eager' is available",
 )
+
+_stance = {
+    "purpose": "compiled functions run eagerly inside CPU captures, and compiled outside of them",
+    "without": "once a capture has met torch.compile, compiled functions run eagerly",
+}
+compile_stance = _name("torch._dynamo.eval_frame._stance", **_stance)
+set_compile_stance = _name("torch._dynamo.eval_frame._set_stance", **_stance)
 
 _tracing = {
     "purpose": "GraphConfig(compile=...) traces a model and splits it at attention",

@@ -14,7 +14,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
+import torch._dynamo  # captures heed it once it is imported
+from torch.utils import _python_dispatch as python_dispatch
+from torch.utils._python_dispatch import _len_torch_dispatch_stack, is_in_torch_dispatch_mode
 
 from ostinato import ContextError, get_forward_context
 
@@ -65,7 +67,11 @@ def thread_state() -> dict[str, object]:
             torch.autocast_increment_nesting(),
             torch.autocast_decrement_nesting(),
         ),
-        "dispatch modes": _len_torch_dispatch_stack(),
+        "dispatch modes": (_len_torch_dispatch_stack(), is_in_torch_dispatch_mode()),
+        "compiler": (
+            torch._dynamo.eval_frame._stance.stance,
+            python_dispatch._is_in_any_mode_without_ignore_compile_internals,
+        ),
         "default device": torch.get_default_device(),
         "dispatch keys": (
             str(torch._C._dispatch_tls_local_include_set()),

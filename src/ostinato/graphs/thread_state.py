@@ -171,6 +171,8 @@ class _ThreadState:
         dispatch_modes, function_modes = self._modes
         self._autograd.restore(error)
         _leave(compat.dispatch_modes, dispatch_modes, compat.pop_dispatch_mode)
+        if not dispatch_modes:
+            compat.reset_mode_flags()
         _leave(compat.function_modes, function_modes, compat.pop_function_mode)
         self._end_holds()
         for variable, default in _variables:

@@ -111,28 +111,24 @@ class _ForceEager:
     """torch's stance on compiled functions, which is global to all threads."""
 
     def __init__(self) -> None:
-        self._stance: Any = None
+        self._previous: Any = None
 
     def enter(self) -> None:
-        stance = _eager_stance()
-        stance.__enter__()
-        self._stance = stance
+        self._previous = compat.compile_stance.find()
+        try:
+            torch.compiler.set_stance("force_eager")
+        except RuntimeError as error:
+            self._previous = None
+            raise CaptureError(
+                "a capture was started inside a function that torch.compile runs, where compiled "
+                "code cannot be recorded; run it once before, outside that function, so that it "
+                "captures there"
+            ) from error
 
     def leave(self) -> None:
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
-
-
-def _eager_stance() -> Any:
-    try:
-        return torch.compiler.set_stance("force_eager")
-    except RuntimeError as error:
-        raise CaptureError(
-            "a capture was started inside a function that torch.compile runs, where compiled code "
-            "cannot be recorded; run it once before, outside that function, so that it captures "
-            "there"
-        ) from error
+        if self._previous is not None:
+            compat.set_compile_stance.demand()(self._previous)
+            self._previous = None
 
 
 _stance = _ForceEager()
