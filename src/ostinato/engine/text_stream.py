@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-import torch
-
+from ostinato import compat
 from ostinato.engine.engine import Engine, Submission
 from ostinato.engine.requests.checked_request import CheckedRequest
 from ostinato.engine.requests.completion import Completion
@@ -38,7 +37,6 @@ class TextStream(Owner, Iterator[TextDelta]):
         # Holds no reference to this object, so that dropping the stream runs __del__.
         self._source = engine.sharing.iterate(_deltas(self._submission))
 
-    @leaving_as_found
     @without_default_device
     def __next__(self) -> TextDelta:
         use, hold, refused = self._engine.use, Hold("LLM.stream"), False
@@ -50,7 +48,7 @@ class TextStream(Owner, Iterator[TextDelta]):
                 raise
             self._ended = False
             use.cover()
-            with torch.inference_mode():
+            with compat.inference_mode(True):
                 return next(self._source)
         except BaseException:
             if not refused:
@@ -93,9 +91,10 @@ class TextStream(Owner, Iterator[TextDelta]):
 
 def _deltas(submission: Submission) -> Iterator[TextDelta]:
     shown: dict[Completion, Shown] = {}
+    step = leaving_as_found(submission.step)  # a delta is too quick for that
     # Other calls may step the engine while the caller holds a delta.
     while submission.num_left:
-        for number, completion in submission.step():
+        for number, completion in step():
             so_far = shown.pop(completion, None) or Shown()
             if not completion.finished:
                 shown[completion] = so_far
