@@ -258,6 +258,8 @@ CORNERS: dict[str, Function] = {
     "gumbel": lambda x: F.gumbel_softmax(x, hard=True),
     "poisson": lambda x: torch.poisson(x.abs()),
 }
+if torch.__version__ < (2, 12):
+    del CORNERS["jacrev"]  # makes its basis from host data, which is refused
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "plain": nullcontext,
     "bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -357,6 +359,8 @@ NOT_DENSE: dict[str, tuple[Function, str]] = {
 def test_what_is_not_memory_at_an_address_is_refused(
     function: Function, kind: str, mode: str
 ) -> None:
+    if kind == "zero" and mode == "inference" and torch.__version__ < (2, 12):
+        pytest.skip("torch makes dense zeros there")
     x = torch.randn(4, 8)
     with (
         GraphPool("cpu", lazy_capture=True) as pool,
