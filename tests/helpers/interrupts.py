@@ -25,10 +25,11 @@ class Interrupt(BaseException):
     """Like KeyboardInterrupt: no Exception."""
 
 
-def interrupt_at(number: int, call: Callable[[], object]) -> Interrupt | None:
+def interrupt_at(number: int, call: Callable[[], object]) -> BaseException | None:
     """Run ``call`` until the ``number``-th Python function begins; None if there are fewer.
 
-    The interrupt is an empty one where Python ignored it, as it does in finalisers.
+    Returns the interrupt, or what an extension module made of it. It is an empty one where Python
+    ignored it, as it does in finalisers.
     """
     left = number
 
@@ -45,6 +46,10 @@ def interrupt_at(number: int, call: Callable[[], object]) -> Interrupt | None:
         call()
     except Interrupt as interrupt:
         return interrupt
+    except Exception as error:
+        if left >= 0:
+            raise
+        return error
     finally:
         sys.settrace(previous)
     return Interrupt() if left < 0 else None
